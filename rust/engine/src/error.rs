@@ -1,0 +1,155 @@
+//! The errors of the engine.
+//!
+//! Owns: the kinds (one per thing that a caller can do next) and the facts that each error carries.
+//! Must not: lose a cause; turn an error into text before it reaches the person.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The result of engine calls.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What the caller can do next; each kind is one class in Python.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ErrorKind {
+    /// No such checkpoint or file: ask for one that exists.
+    NotFound,
+    /// The call cannot be meant so: change it.
+    InvalidArgument,
+    /// Storage or memory tier has no room: free space or lower what is kept.
+    StorageFull,
+    /// Storage refuses this user: change permissions.
+    StorageDenied,
+    /// Storage does not answer or fails: wait, repair, try again.
+    StorageUnavailable,
+    /// Bytes are not what was written: use another checkpoint.
+    Corrupt,
+    /// Another writer holds or has replaced the tag: choose who writes.
+    Conflict,
+    /// The state changed while it was being copied: save again.
+    Torn,
+    /// The engine is closed, or belongs to another process: make a new one.
+    Closed,
+    /// A wait reached its limit: wait longer, or look at what is slow.
+    TimedOut,
+    /// Ctrl-C or another signal handler asked to stop the wait.
+    Interrupted,
+}
+
+impl ErrorKind {
+    /// The word of this kind, stable over versions.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::NotFound => "not_found",
+            Self::InvalidArgument => "invalid_argument",
+            Self::StorageFull => "storage_full",
+            Self::StorageDenied => "storage_denied",
+            Self::StorageUnavailable => "storage_unavailable",
+            Self::Corrupt => "corrupt",
+            Self::Conflict => "conflict",
+            Self::Torn => "torn",
+            Self::Closed => "closed",
+            Self::TimedOut => "timed_out",
+            Self::Interrupted => "interrupted",
+        }
+    }
+
+    /// Whether the same call may succeed later with nothing changed by the caller.
+    pub fn retryable(self) -> bool {
+        matches!(self, Self::StorageFull | Self::StorageUnavailable | Self::Conflict | Self::Torn | Self::TimedOut)
+    }
+}
+
+/// One failure: the fact, where, and the way out.
+#[derive(Debug)]
+pub struct Error {
+    /// What the caller can do next.
+    pub kind: ErrorKind,
+    /// The fact and the way out, in one or two sentences, naming the file.
+    pub message: String,
+    /// The file or directory that the fact is about.
+    pub path: Option<PathBuf>,
+    /// The tag that the fact is about.
+    pub tag: Option<String>,
+    /// The rank on which it happened.
+    pub rank: Option<u32>,
+    /// What the operating system or a lower layer said.
+    pub source: Option<Box<dyn std::error::Error + Send + Sync>>,
+}
+
+impl Error {
+    /// An error of `kind` that says `message`.
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), path: None, tag: None, rank: None, source: None }
+    }
+
+    /// An error from the operating system while doing `what` ("write model.pt") to `path`.
+    /// The kind follows from the system's own code.
+    pub fn io(what: impl fmt::Display, path: &Path, cause: io::Error) -> Self {
+        use io::ErrorKind as K;
+        let (kind, way_out) = match cause.kind() {
+            K::NotFound => (ErrorKind::NotFound, "check the path"),
+            K::PermissionDenied | K::ReadOnlyFilesystem => {
+                (ErrorKind::StorageDenied, "give this user write access, or choose another path")
+            }
+            K::StorageFull | K::QuotaExceeded | K::FileTooLarge => {
+                (ErrorKind::StorageFull, "free space, lower keep, or choose another path")
+            }
+            K::NotADirectory | K::IsADirectory | K::InvalidFilename => {
+                (ErrorKind::InvalidArgument, "choose another path")
+            }
+            K::Interrupted => (ErrorKind::Interrupted, "the wait was interrupted"),
+            _ => (ErrorKind::StorageUnavailable, "check the storage, then try again"),
+        };
+        Self::new(kind, format!("cannot {what}: {cause} ({}); {way_out}", path.display()))
+            .at(path)
+            .because(cause)
+    }
+
+    /// Names the file or directory.
+    #[must_use]
+    pub fn at(mut self, path: impl Into<PathBuf>) -> Self {
+        self.path = Some(path.into());
+        self
+    }
+
+    /// Names the tag.
+    #[must_use]
+    pub fn of_tag(mut self, tag: impl Into<String>) -> Self {
+        self.tag = Some(tag.into());
+        self
+    }
+
+    /// Names the rank.
+    #[must_use]
+    pub fn on_rank(mut self, rank: u32) -> Self {
+        self.rank = Some(rank);
+        self
+    }
+
+    /// Keeps the cause.
+    #[must_use]
+    pub fn because(mut self, cause: impl std::error::Error + Send + Sync + 'static) -> Self {
+        self.source = Some(Box::new(cause));
+        self
+    }
+
+    /// The operating system's error code, where there is one below.
+    pub fn os_code(&self) -> Option<i32> {
+        let cause = self.source.as_ref()?.downcast_ref::<io::Error>()?;
+        cause.raw_os_error()
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_ref().map(|cause| &**cause as &(dyn std::error::Error + 'static))
+    }
+}

@@ -1,0 +1,2 @@
+//! The file format of relight: pure functions over bytes.
+#![forbid(unsafe_code)]

@@ -1,0 +1,2 @@
+//! The Python extension module `relight._core`.
+#![deny(unsafe_code)]
