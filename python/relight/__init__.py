@@ -1,0 +1,1 @@
+"""relight: checkpoints of PyTorch training."""
