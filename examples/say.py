@@ -1,0 +1,15 @@
+"""How the training scripts of the demo report: one line an event, for people and for the driver that reads their output.
+
+`step step=12 loss=3.25 seconds=0.31`. Floats are written in full, so that equal text means equal bits.
+"""
+
+
+def say(event: str, **facts: object) -> None:
+    """Prints one event, at once: the driver acts on it."""
+    print(event, *(f"{name}={value!r}" if isinstance(value, float) else f"{name}={value}" for name, value in facts.items()), flush=True)
+
+
+def heard(line: str) -> tuple[str, dict[str, str]]:
+    """The event of one line and its facts as text."""
+    event, *facts = line.split() or [""]
+    return event, dict(fact.split("=", 1) for fact in facts if "=" in fact)
