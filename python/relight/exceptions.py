@@ -25,6 +25,8 @@ __all__ = [
     "InvalidArgument",
     "NotPicklable",
     "ObjectNotAllowed",
+    "PartLeftOutWarning",
+    "ResumeWarning",
     "SaveFailedWarning",
     "StorageDenied",
     "StorageFull",
@@ -247,6 +249,21 @@ class SaveFailedWarning(RuntimeWarning):
     """An earlier save failed in the background, and the call that warns goes on to do its own work.
 
     What to do: look at the message; `on_error="raise"` turns the warning into the error itself.
+    """
+
+
+class ResumeWarning(RuntimeWarning):
+    """A resume did less than it might have been asked for: it took an older checkpoint because a newer one is damaged, or
+    an object has no state in the checkpoint, or a part of the checkpoint has no object.
+
+    What to do: read the names in the message; register what is missing, or repair what is damaged.
+    """
+
+
+class PartLeftOutWarning(RuntimeWarning):
+    """A part that was marked optional could not be saved and was left out; the rest is saved.
+
+    What to do: nothing, if the part is as dispensable as its mark says.
     """
 
 
