@@ -6,7 +6,11 @@
 
 def say(event: str, **facts: object) -> None:
     """Prints one event, at once: the driver acts on it."""
-    print(event, *(f"{name}={value!r}" if isinstance(value, float) else f"{name}={value}" for name, value in facts.items()), flush=True)
+    print(
+        event,
+        *(f"{name}={value!r}" if isinstance(value, float) else f"{name}={value}" for name, value in facts.items()),
+        flush=True,
+    )
 
 
 def heard(line: str) -> tuple[str, dict[str, str]]:
