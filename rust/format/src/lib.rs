@@ -11,3 +11,4 @@ pub mod manifest;
 pub mod names;
 pub mod order;
 pub mod record;
+pub mod zip;

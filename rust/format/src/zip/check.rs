@@ -1,0 +1,33 @@
+//! What lies between the entries of an archive: data descriptors and nothing else.
+//!
+//! Owns: the check of bytes that reading an entry never looks at.
+//! Must not: read; the engine's `verify` brings the bytes.
+
+use super::read::ArchiveEntry;
+use super::wire::{DESCRIPTOR_SIGNATURE, In};
+
+/// What is wrong with `gap`, the bytes from the data's end to the next header (or to the central directory).
+///
+/// torch and relight leave a data descriptor there and no byte more. The four forms of one are accepted: with and
+/// without signature, with 32-bit and 64-bit sizes.
+pub fn gap_problem(entry: &ArchiveEntry, gap: &[u8]) -> Option<String> {
+    let expected = if entry.descriptor { is_descriptor(entry, gap) } else { gap.is_empty() };
+    (!expected).then(|| {
+        let what = if entry.descriptor { "the data descriptor" } else { "the space" };
+        format!("{what} after {} (offset {}, {} bytes) is damaged", entry.name, entry.data_end(), gap.len())
+    })
+}
+
+fn is_descriptor(entry: &ArchiveEntry, gap: &[u8]) -> bool {
+    let mut fields = In(gap);
+    if matches!(gap.len(), 16 | 24) && fields.u32() != Some(DESCRIPTOR_SIGNATURE) {
+        return false;
+    }
+    let crc = fields.u32();
+    let sizes = match gap.len() {
+        12 | 16 => (fields.u32().map(u64::from), fields.u32().map(u64::from)),
+        20 | 24 => (fields.u64(), fields.u64()),
+        _ => return false,
+    };
+    crc == Some(entry.crc32) && sizes == (Some(entry.packed_len), Some(entry.len))
+}
