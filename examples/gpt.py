@@ -1,9 +1,9 @@
-"""What both training scripts share: a byte-level GPT, its data and one training step. Nothing in here knows of checkpoints.
+"""What the training scripts share: a byte-level GPT, its data and one training step. It knows nothing of checkpoints.
 
-Owns: the model, the corpus (the Python standard library's own sources), the sampler, the step, and the fingerprint of a run.
+Owns: the model, the corpus (the Python standard library's own sources), the sampler, the step, the fingerprint.
 Must not: import relight; save or load anything.
-Invariant: a run is a function of its seed and of the state that `run.parts()` and the three random generators hold. That is
-what makes "bit for bit the same after the kill" a test: whoever forgets one of them gets other losses.
+Invariant: a run is a function of its seed and of what `run.parts()` and the three random generators hold. That
+is what makes "bit for bit the same after the kill" a test: whoever forgets one of them gets other losses.
 """
 
 import hashlib

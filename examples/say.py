@@ -1,4 +1,4 @@
-"""How the training scripts of the demo report: one line an event, for people and for the driver that reads their output.
+"""How the training scripts of the demo report: one line an event, for people and for the driver that reads it.
 
 `step step=12 loss=3.25 seconds=0.31`. Floats are written in full, so that equal text means equal bits.
 """

@@ -7,11 +7,10 @@ import argparse
 import random
 import time
 
+import gpt
 import nebulaml as nm
 import numpy as np
 import torch
-
-import gpt
 from say import say
 
 

@@ -1,7 +1,7 @@
 """The training loop as most people have it: `torch.save` every few steps, with the fsync that makes it durable.
 
-The demo's reference: it is never interrupted and never meets relight, so equal losses and weights mean that neither the kill
-nor relight changed anything. Compare with train_gpt.py (relight) and train_nebula.py (Nebula).
+The demo's reference: it is never interrupted and never meets relight, so equal losses and weights mean that neither the
+kill nor relight changed anything. Compare with train_gpt.py (relight) and train_nebula.py (Nebula).
 """
 
 import argparse
@@ -10,10 +10,9 @@ import random
 import time
 from pathlib import Path
 
+import gpt
 import numpy as np
 import torch
-
-import gpt
 from say import say
 
 

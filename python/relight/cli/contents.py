@@ -5,15 +5,19 @@ Must not: import what a pickle names. There is no list of what is harmless, beca
 Invariant: whatever the pickle says, reading it only builds dicts, lists, tuples, numbers, text and stand-ins.
 """
 
+from __future__ import annotations
+
 import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from relight import _core
 from relight.exceptions import CorruptCheckpoint
+
+if TYPE_CHECKING:
+    from relight import _core
 
 _DTYPES = {
     "FloatStorage": ("float32", 4), "DoubleStorage": ("float64", 8), "HalfStorage": ("float16", 2),
@@ -85,7 +89,7 @@ class _StandIn:
     given: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *given: Any, **_: Any) -> "_StandIn":
+    def __new__(cls, *given: Any, **_: Any) -> _StandIn:
         self = super().__new__(cls)
         self.given, self.state, self.items = given, None, []
         return self

@@ -1,7 +1,7 @@
 """Lists the checkpoints of a root, oldest first: what would be resumed from is the last one.
 
-Directories that relight did not commit (torch.save, DeepSpeed, Nebula) are listed as foreign; checkpoints that a process
-still holds only in memory are listed with its number; what is not whole is named on stderr with the reason.
+Directories that relight did not commit (torch.save, DeepSpeed, Nebula) are listed as foreign; checkpoints that a
+process still holds only in memory are listed with its number; what is not whole is named on stderr with the reason.
 """
 
 import argparse

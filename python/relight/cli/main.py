@@ -15,8 +15,8 @@ from relight.exceptions import CheckpointError, CheckpointNotFound, InvalidArgum
 
 _VERBS = (ls, show, verify, history, drain, export)
 _EPILOG = (
-    "exit codes: 0 all is well; 1 a problem was found or the storage failed; 2 the command line is wrong or names what is "
-    "not there"
+    "exit codes: 0 all is well; 1 a problem was found or the storage failed; "
+    "2 the command line is wrong or names what is not there"
 )
 
 
