@@ -1,0 +1,84 @@
+"""The getters that clients call.
+
+Owns: what each of them answers, and that in one process asking ends the saves before it.
+Must not: give a checkpoint that is not complete, or an object with an empty tag; save.
+Invariant: a miss is None (or an empty list); a root that cannot be read is an error.
+"""
+
+import os
+from typing import Any
+
+from relight.nebula import api, find, roots, shares
+from relight.nebula.checkpoint import Checkpoint
+from relight.nebula.find import CheckpointSummary, Found
+from relight.nebula.roots import NebulaRoot
+
+
+def get_checkpoint(tag: object, persist_path: Any = None) -> Checkpoint | None:
+    """The complete checkpoint `tag`, or None if it is unknown or not complete.
+
+    Args:
+        persist_path: the root to look in, its checkpoints in memory included. None: the one that `init` set.
+
+    Raises:
+        InvalidArgument: `persist_path` is no path.
+        StorageUnavailable: the root is there but cannot be read.
+    """
+    root = _root_to_read(persist_path)
+    found = None if tag is None else find.by_tag(root, str(tag))
+    return None if found is None else _handle(found)
+
+
+def get_latest_checkpoint(persist_path: Any = None) -> Checkpoint | None:
+    """The checkpoint completed last, or None if there is none. Arguments and errors as in `get_checkpoint`."""
+    found = next(find.latest_first(_root_to_read(persist_path)), None)
+    return None if found is None else _handle(found)
+
+
+def list_checkpoints(persist_path: Any = None) -> list[CheckpointSummary]:
+    """The complete checkpoints, oldest first, the latest last; made for `json.dumps`. Errors as in `get_checkpoint`."""
+    return [found.summary() for found in find.complete(_root_to_read(persist_path))]
+
+
+def get_latest_checkpoint_path(name: str, persist_path: Any = None) -> str | None:
+    """The path, for plain `torch.load`, of the file `name` in the newest checkpoint that has it. Waits for its persist.
+
+    Returns:
+        The path; None if no checkpoint has the file, or nothing is persisted because no path was set.
+
+    Raises:
+        InvalidArgument, StorageUnavailable: as `get_checkpoint` does.
+        CheckpointError: the newest could not be persisted; told once, then the next older one is given.
+    """
+    root = _root_to_read(persist_path)
+    if root is None or root.path is None:
+        return None
+    name = os.fspath(name)
+    # Their persists run in order and change the listing: each is waited for, then looked up anew.
+    for tag in [found.tag for found in find.latest_first(root) if name in found.names]:
+        path = _path_when_persisted(root, tag, name)
+        if path is not None:
+            return path
+    return None
+
+
+def _path_when_persisted(root: NebulaRoot, tag: str, name: str) -> str | None:
+    share = shares.process().known(root, tag)
+    if share is not None:
+        share.wait_for_persists(None)
+    found = find.by_tag(root, tag)
+    if found is not None and share is None and not found.persistent:
+        roots.wait_until_idle()  # a dead process staged it: the drain persists it, and has no ticket here
+        found = find.by_tag(root, tag)
+    path = found.path_of(name) if found is not None and found.persistent else None
+    return path if path is not None and os.path.exists(path) else None
+
+
+def _handle(found: Found) -> Checkpoint:
+    return Checkpoint.of_found(found.root, found.tag)
+
+
+def _root_to_read(persist_path: Any) -> NebulaRoot | None:
+    api.ensure_init()
+    shares.process().before_reading()
+    return roots.find(persist_path)
