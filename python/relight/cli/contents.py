@@ -209,6 +209,9 @@ def _walk(whole: Any) -> Iterator[Leaf]:
 
 
 def _inside(value: Any) -> list[tuple[Any, Any]] | None:
+    """Names and values one level down; None for what is shown in one line."""
+    if _numpy(value) or _numbers(value):
+        return None
     if isinstance(value, dict):
         own = list(value.items())
         attributes = getattr(value, "__dict__", {})  # a state_dict has `_metadata`, which is no content
@@ -225,6 +228,21 @@ def _inside(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
+def _numpy(value: Any) -> tuple[str, tuple[int, ...], int] | None:
+    """Type, shape and bytes of a NumPy array, which pickles as a call of `_reconstruct` and a state of five."""
+    if not isinstance(value, _StandIn) or not value.called.endswith("multiarray._reconstruct"):
+        return None
+    match value.state:
+        case (_, tuple() as shape, _StandIn(given=(str() as code, *_)), _, bytes() as data):
+            return f"numpy {code}", shape, len(data)
+    return None
+
+
+def _numbers(value: Any) -> bool:
+    """A long row of plain numbers, as the state of a random generator: one line, not hundreds."""
+    return isinstance(value, list | tuple) and len(value) > 32 and all(type(item) in (int, float) for item in value)
+
+
 def _called(value: Any) -> str:
     return value.called if isinstance(value, _StandIn) else type(value).__name__
 
@@ -235,6 +253,11 @@ def _leaf(name: str, value: Any) -> Leaf:
         for extent in value.shape:
             count *= extent
         return Leaf(name, f"{value.kind} {value.dtype}", value.shape, count * value.item_bytes, None)
+    if array := _numpy(value):
+        kind, shape, held = array
+        return Leaf(name, kind, shape, held, None)
+    if _numbers(value):
+        return Leaf(name, f"{type(value).__name__} of {len(value)} numbers", None, None, repr(value))
     if isinstance(value, _Storage):
         return Leaf(name, f"storage {value.dtype}", None, None, None)
     if isinstance(value, type):
