@@ -3,10 +3,14 @@
 //! Owns: the contract that every disk keeps (`testkit::disk_conformance!` proves it for each form).
 //! Must not: combine calls. "Write, sync, rename, sync the directory" is engine code (`publish`).
 
+mod posix;
+
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+pub use posix::PosixDisk;
 
 /// What a name in a directory is. Links are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +51,8 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn DiskFile>>;
     /// Opens an existing file for reading.
     fn open_file(&self, path: &Path) -> io::Result<Box<dyn DiskFile>>;
+    /// Opens an existing file for reading and writing, as the history does; never a published checkpoint file.
+    fn modify_file(&self, path: &Path) -> io::Result<Box<dyn DiskFile>>;
     /// Atomic for readers, replaces `to`; survives a power cut only after `sync_dir` of the directories.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
     /// Removes a file; survives a power cut only after `sync_dir`.
@@ -63,15 +69,21 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
     /// Takes the exclusive advisory lock of the file at `path` (made if absent) and writes `holder` into it, for the
     /// error message of whoever waits. `WouldBlock` if another holder keeps it beyond `wait`. Death releases it.
+    /// On return the locked file is the one at `path`: a name that was removed or replaced meanwhile is opened again.
     fn lock(&self, path: &Path, holder: &str, wait: Duration) -> io::Result<Box<dyn DiskLock>>;
     /// Bytes that this user may still write below `path`, where the file system says.
     fn free_bytes(&self, path: &Path) -> io::Result<Option<u64>>;
     /// The absolute path with links resolved; the path must exist.
     fn canonical(&self, path: &Path) -> io::Result<PathBuf>;
+    /// Where the file system of `path` is mounted, for messages about what it cannot do; None where that is unknown.
+    fn mount_point(&self, path: &Path) -> Option<PathBuf> {
+        let _ = path;
+        None
+    }
 }
 
 /// An open file. After any error it is dead: give it up, remove it, never write or sync it again.
-pub trait DiskFile: Send + fmt::Debug {
+pub trait DiskFile: Send + Sync + fmt::Debug {
     /// Writes all of `bytes` at `offset`; short writes are continued.
     fn write_at(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()>;
     /// Fills all of `buffer` from `offset`; `UnexpectedEof` if the file ends before.
