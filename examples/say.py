@@ -3,14 +3,13 @@
 `step step=12 loss=3.25 seconds=0.31`. Floats are written in full, so that equal text means equal bits.
 """
 
+import sys
+
 
 def say(event: str, **facts: object) -> None:
-    """Prints one event, at once: the driver acts on it."""
-    print(
-        event,
-        *(f"{name}={value!r}" if isinstance(value, float) else f"{name}={value}" for name, value in facts.items()),
-        flush=True,
-    )
+    """Prints one event in one write, and at once: the driver acts on it, and another thread may report too."""
+    sys.stdout.write(" ".join([event, *(f"{name}={value}" for name, value in facts.items())]) + "\n")
+    sys.stdout.flush()
 
 
 def heard(line: str) -> tuple[str, dict[str, str]]:
