@@ -8,6 +8,6 @@ mod layout;
 mod read;
 mod wire;
 
-pub use check::gap_problem;
+pub use check::{gap_problem, padding_problem};
 pub use layout::{ArchiveLayout, DESCRIPTOR_BYTES, EntrySpec, LayoutError, Placed, align_for};
 pub use read::{Archive, ArchiveEntry, FileKind, ParseError, ZipError, kind_of};

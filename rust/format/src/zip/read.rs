@@ -149,9 +149,9 @@ impl Archive {
     pub fn parse<E>(len: u64, read: &mut dyn FnMut(u64, usize) -> Result<Vec<u8>, E>) -> Result<Self, ParseError<E>> {
         let mut source = Window { len, read, start: 0, bytes: Vec::new() };
         let end = find_end(&mut source)?;
-        let mut archive = read_directory(&mut source, &end)?;
-        check_headers(&mut source, &mut archive)?;
-        Ok(archive)
+        let mut entries = read_directory(&mut source, &end)?;
+        check_headers(&mut source, &mut entries, end.directory_offset)?;
+        Ok(as_torch(entries, end.directory_offset)?)
     }
 
     /// The index of the entry `name` (without the stem).
@@ -299,52 +299,62 @@ fn end64<E>(source: &mut Window<'_, E>, end_offset: u64, short: &End) -> Result<
     Ok(Some((End { count, directory_offset, directory_len }, offset)))
 }
 
-fn read_directory<E>(source: &mut Window<'_, E>, end: &End) -> Result<Archive, ParseError<E>> {
-    let mut stem: Option<String> = None;
+/// All entries of the central directory, still with their full names.
+fn read_directory<E>(source: &mut Window<'_, E>, end: &End) -> Result<Vec<ArchiveEntry>, ParseError<E>> {
     let mut entries = Vec::new();
     let mut names = std::collections::HashSet::new();
     let directory_end = end.directory_offset + end.directory_len; // checked: no overflow
     let mut offset = end.directory_offset;
     for _ in 0..end.count {
-        let (full_name, entry, entry_len) = read_central(source, offset, directory_end)?;
+        let (entry, entry_len) = read_central(source, offset, directory_end)?;
         offset += entry_len;
-        let Some((folder, name)) = full_name.split_once('/').filter(|(folder, _)| !folder.is_empty()) else {
-            return Err(ZipError::NotTorch(format!("entry {full_name:?} lies in no folder")).into());
-        };
-        match &stem {
-            None => stem = Some(folder.to_owned()),
-            Some(stem) if stem == folder => {}
-            Some(stem) => {
-                return Err(
-                    ZipError::NotTorch(format!("its entries lie in several folders, as {stem} and {folder}")).into()
-                );
-            }
+        if !names.insert(entry.name.clone()) {
+            return Err(lie(format!("the entry {} is there twice", entry.name), entry.header_offset));
         }
-        if (name.is_empty() || name.ends_with('/')) && entry.len == 0 {
-            continue; // a folder: some tool has packed the archive anew
-        }
-        if !names.insert(name.to_owned()) {
-            return Err(lie(format!("the entry {name} is there twice"), entry.header_offset));
-        }
-        entries.push(ArchiveEntry { name: name.to_owned(), ..entry });
+        entries.push(entry);
     }
     if offset != directory_end {
         return Err(lie(format!("the central directory has more than its {} entries", end.count), offset));
     }
-    let Some(stem) = stem.filter(|_| names.contains("data.pkl")) else {
-        return Err(ZipError::NotTorch("it has no data.pkl".to_owned()).into());
-    };
-    // The version number's checksum is never 0, so a file with checksums has one that is not.
-    let has_checksums = entries.iter().any(|entry| entry.crc32 != 0) || entries.iter().all(|entry| entry.len == 0);
-    Ok(Archive { stem, entries, directory_offset: end.directory_offset, has_checksums })
+    Ok(entries)
 }
 
-/// The central directory's entry at `offset`: its full name, what it says, its own length.
+/// The archive of these entries, if it is one of torch.save: all in one folder, which holds a `data.pkl`.
+///
+/// Called when all tables agree, so that damage to a name in one of them is not taken for another kind of archive.
+fn as_torch(entries: Vec<ArchiveEntry>, directory_offset: u64) -> Result<Archive, ZipError> {
+    let folder =
+        |name: &str| name.split_once('/').map(|(folder, _)| folder.to_owned()).filter(|folder| !folder.is_empty());
+    let stem = entries.first().and_then(|entry| folder(&entry.name));
+    let Some(stem) = stem else {
+        return Err(ZipError::NotTorch("its first entry lies in no folder".to_owned()));
+    };
+    let prefix = format!("{stem}/");
+    let mut inside = Vec::with_capacity(entries.len());
+    for mut entry in entries {
+        let Some(name) = entry.name.strip_prefix(&prefix) else {
+            return Err(ZipError::NotTorch(format!("its entry {} does not lie in {prefix}", entry.name)));
+        };
+        // A folder: some tool has packed the archive anew.
+        if entry.len > 0 || !(name.is_empty() || name.ends_with('/')) {
+            entry.name = name.to_owned();
+            inside.push(entry);
+        }
+    }
+    if !inside.iter().any(|entry| entry.name == "data.pkl") {
+        return Err(ZipError::NotTorch(format!("it has no {prefix}data.pkl")));
+    }
+    // The version number's checksum is never 0, so a file with checksums has one that is not.
+    let has_checksums = inside.iter().any(|entry| entry.crc32 != 0) || inside.iter().all(|entry| entry.len == 0);
+    Ok(Archive { stem, entries: inside, directory_offset, has_checksums })
+}
+
+/// The central directory's entry at `offset`: what it says, and its own length.
 fn read_central<E>(
     source: &mut Window<'_, E>,
     offset: u64,
     directory_end: u64,
-) -> Result<(String, ArchiveEntry, u64), ParseError<E>> {
+) -> Result<(ArchiveEntry, u64), ParseError<E>> {
     let broken = |what: &str| lie::<E>(format!("the central directory is damaged: {what}"), offset);
     let beyond = || broken("an entry goes beyond its end");
     let room = directory_end.saturating_sub(offset);
@@ -390,9 +400,8 @@ fn read_central<E>(
         return Err(broken("a stored entry has two sizes"));
     }
     let descriptor = flags & FLAG_DESCRIPTOR != 0;
-    let entry =
-        ArchiveEntry { name: String::new(), header_offset, data_offset: 0, len, packed_len, crc32, stored, descriptor };
-    Ok((name, entry, entry_len as u64))
+    let entry = ArchiveEntry { name, header_offset, data_offset: 0, len, packed_len, crc32, stored, descriptor };
+    Ok((entry, entry_len as u64))
 }
 
 /// The values of a zip64 extra field, handed out in order for each 32-bit field that points to it.
@@ -432,13 +441,17 @@ impl<'a> Zip64<'a> {
 
 /// Checks each local header against the central directory, finds where the data begins, and that the entries lie one
 /// behind the other.
-fn check_headers<E>(source: &mut Window<'_, E>, archive: &mut Archive) -> Result<(), ParseError<E>> {
-    let mut order: Vec<usize> = (0..archive.entries.len()).collect();
-    order.sort_by_key(|&index| archive.entries[index].header_offset);
+fn check_headers<E>(
+    source: &mut Window<'_, E>,
+    entries: &mut [ArchiveEntry],
+    directory_offset: u64,
+) -> Result<(), ParseError<E>> {
+    let mut order: Vec<usize> = (0..entries.len()).collect();
+    order.sort_by_key(|&index| entries[index].header_offset);
     for (at, &index) in order.iter().enumerate() {
-        let next = order.get(at + 1).map_or(archive.directory_offset, |&next| archive.entries[next].header_offset);
-        let entry = &mut archive.entries[index];
-        entry.data_offset = read_local(source, &archive.stem, entry)?;
+        let next = order.get(at + 1).map_or(directory_offset, |&next| entries[next].header_offset);
+        let entry = &mut entries[index];
+        entry.data_offset = read_local(source, entry)?;
         let gap = entry.data_offset.checked_add(entry.packed_len).and_then(|end| next.checked_sub(end));
         let Some(gap) = gap else {
             let what = format!("the entry {} with {} bytes reaches into what follows it", entry.name, entry.packed_len);
@@ -454,7 +467,7 @@ fn check_headers<E>(source: &mut Window<'_, E>, archive: &mut Archive) -> Result
 }
 
 /// Where the data of `entry` begins, by its local header.
-fn read_local<E>(source: &mut Window<'_, E>, stem: &str, entry: &ArchiveEntry) -> Result<u64, ParseError<E>> {
+fn read_local<E>(source: &mut Window<'_, E>, entry: &ArchiveEntry) -> Result<u64, ParseError<E>> {
     let offset = entry.header_offset;
     let broken = |what: &str| lie::<E>(format!("the local header of {} {what}", entry.name), offset);
     let mut fixed = In(source.get(offset, LOCAL_BYTES, HEADER_WINDOW, &entry.name)?);
@@ -472,7 +485,7 @@ fn read_local<E>(source: &mut Window<'_, E>, stem: &str, entry: &ArchiveEntry) -
     let head_len = LOCAL_BYTES + name_len + extra_len;
     let bytes = source.get(offset, head_len, HEADER_WINDOW, &entry.name)?;
     let (name, extra) = bytes[LOCAL_BYTES..].split_at(name_len);
-    if name.strip_prefix(stem.as_bytes()).and_then(|rest| rest.strip_prefix(b"/")) != Some(entry.name.as_bytes()) {
+    if name != entry.name.as_bytes() {
         return Err(broken("has another name than the central directory"));
     }
     if (method == METHOD_STORED) != entry.stored || (flags & FLAG_DESCRIPTOR != 0) != entry.descriptor {
