@@ -1,4 +1,4 @@
-"""relight's main job, before your eyes: train, kill -9 in the middle of a save, go on from memory, and prove that nothing changed.
+"""relight's main job: train, kill -9 in the middle of a save, go on from memory, and prove that nothing changed.
 
     python examples/demo.py [FOLDER]        about three minutes; FOLDER is demo-run by default
 
@@ -157,8 +157,11 @@ class Demo:
             found = self.relight("verify", str(root))
             bad = [one["tag"] for one in found["checkpoints"] if not one["ok"]]
             count = len(found["checkpoints"])
-            self.expect(found["ok"] and count > 0, f"relight verify {root.relative_to(self.folder)}: {count} checkpoints in order",
-                        f"relight verify finds {', '.join(bad) or 'nothing'} in {root}")  # fmt: skip
+            self.expect(
+                found["ok"] and count > 0,
+                f"relight verify {root.relative_to(self.folder)}: {count} checkpoints in order",
+                f"relight verify finds {', '.join(bad) or 'nothing'} in {root}",
+            )
         files = sorted(str(path) for root in roots for path in root.glob("*/*.pt"))
         final = self.folder / "relight" / f"global_step{STEPS}"
         command = [sys.executable, str(EXAMPLES / "plain_reader.py"), str(self.folder / "reference" / "last.pt"),
@@ -167,11 +170,13 @@ class Demo:
         if done.returncode:
             raise NotSo(f"plain torch cannot load a file that was left:\n{done.stderr.strip()}")
         read = json.loads(done.stdout)
-        self.screen.proved(
-            f"plain torch, where relight cannot be imported, loads all {read['loaded']} files ({read['tensors']} tensors)"
+        what = f"all {read['loaded']} files ({read['tensors']} tensors)"
+        self.screen.proved(f"plain torch, in a process where relight cannot be imported, loads {what}")
+        self.expect(
+            not read["different"],
+            "final weights and optimizer, read so, are those of the reference, bit for bit",
+            f"these differ from the reference: {', '.join(read['different'][:5])}",
         )
-        self.expect(not read["different"], "final weights and optimizer, read so, are those of the reference, bit for bit",
-                    f"these differ from the reference: {', '.join(read['different'][:5])}")  # fmt: skip
         orphans = self.relight("drain", "--list")
         self.expect(not orphans, "no shared memory is left behind", f"shared memory was left behind: {orphans}")
 
@@ -239,7 +244,7 @@ def prepare(folder: Path) -> None:
 
 
 def memory_folder(folder: Path, screen: Screen) -> Path:
-    """A folder of our own for the memory tier: what other trainings of this user left in shared memory is none of ours."""
+    """A folder of our own for the memory tier: what other trainings of this user left there is none of ours."""
     shared = Path("/dev/shm")
     if shared.is_dir() and shutil.disk_usage(shared).free >= MEMORY_BYTES:
         return Path(tempfile.mkdtemp(prefix="relight-demo-", dir=shared))

@@ -1,7 +1,7 @@
 """Measures torch.save + fsync and relight on the same state, in the same run, in turn; prints JSON.
 
-Each round: the plain write of the same bytes (what the disk gives), torch.save + fsync, relight; the order turns from round
-to round. `stall` is how long the training loop would stand still, `durable` the time until the bytes are on the disk.
+Each round: the plain write of the same bytes (what the disk gives), torch.save + fsync, relight; the order turns from
+round to round. `stall` is how long the training loop would stand still, `durable` the time until the bytes are on disk.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
         def with_relight(number: int) -> None:
             nonlocal newest
             started = time.perf_counter()
-            handle = ckpt.save(f"round-{number}", {"state.pt": state})
+            handle = ckpt.save(f"round-{number}", state)
             times["relight stall"].append(time.perf_counter() - started)
             newest = os.path.join(handle.result(), "state.pt")
             times["relight durable"].append(time.perf_counter() - started)

@@ -14,7 +14,7 @@ from say import say
 
 
 def begun(handle: relight.Handle) -> str:
-    """The state of a save once its persist has begun. Only for the demo: whoever kills this process waits for the word."""
+    """The state of a save once its persist has begun. Only for the demo: its killer waits for that word."""
     while (state := handle.progress().state) == "queued":
         os.sched_yield()
     return state
@@ -40,7 +40,7 @@ def main() -> None:
         state = relight.TrainState(**run.parts(), rng=True)
         start = ckpt.resume(state)
         if ckpt.resumed is not None:
-            say("resumed", step=start, tag=ckpt.resumed.tag, tier=ckpt.resumed.tier)
+            say("resumed", step=start, tier=ckpt.resumed.tier, drained=",".join(ckpt.resumed.drained))
         for step in range(start + 1, args.steps + 1):
             started = time.perf_counter()
             loss = run.step()
