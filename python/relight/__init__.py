@@ -1,1 +1,73 @@
-"""relight: checkpoints of PyTorch training."""
+"""relight: checkpoints of PyTorch training that do not stop it and are there after anything dies.
+
+Owns: the public names. Must not: hold code, or import torch. Invariant: `import relight` is light.
+"""
+
+from __future__ import annotations
+
+from relight.checkpoint import Checkpoint, CheckpointFile, FileCheck, Resumed, Verification
+from relight.checkpointer import Checkpointer
+from relight.exceptions import (
+    CheckpointError,
+    CheckpointNotFound,
+    CommitConflict,
+    CorruptCheckpoint,
+    DistributedSaveError,
+    EngineClosed,
+    InvalidArgument,
+    NotPicklable,
+    ObjectNotAllowed,
+    PartLeftOutWarning,
+    ResumeWarning,
+    SaveFailedWarning,
+    StorageDenied,
+    StorageFull,
+    StorageUnavailable,
+    TornSnapshot,
+    WaitTimeout,
+)
+from relight.handle import Handle, Progress
+from relight.options import Options
+from relight.state import TrainState, optional
+
+__version__: str
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointFile",
+    "CheckpointNotFound",
+    "Checkpointer",
+    "CommitConflict",
+    "CorruptCheckpoint",
+    "DistributedSaveError",
+    "EngineClosed",
+    "FileCheck",
+    "Handle",
+    "InvalidArgument",
+    "NotPicklable",
+    "ObjectNotAllowed",
+    "Options",
+    "PartLeftOutWarning",
+    "Progress",
+    "ResumeWarning",
+    "Resumed",
+    "SaveFailedWarning",
+    "StorageDenied",
+    "StorageFull",
+    "StorageUnavailable",
+    "TornSnapshot",
+    "TrainState",
+    "Verification",
+    "WaitTimeout",
+    "__version__",
+    "optional",
+]
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":  # it is the extension's, which is loaded at first use only
+        from relight._core import __version__
+
+        return __version__
+    raise AttributeError(f"module 'relight' has no attribute {name!r}")

@@ -253,8 +253,8 @@ class SaveFailedWarning(RuntimeWarning):
 
 
 class ResumeWarning(RuntimeWarning):
-    """A resume did less than it might have been asked for: it took an older checkpoint because a newer one is damaged, or
-    an object has no state in the checkpoint, or a part of the checkpoint has no object.
+    """A resume did less than it might: a newer checkpoint is damaged and an older one was taken, an object has no state
+    in the checkpoint, or a part of the checkpoint has no object.
 
     What to do: read the names in the message; register what is missing, or repair what is damaged.
     """

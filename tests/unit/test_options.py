@@ -88,7 +88,7 @@ def test_replaced_changes_only_what_is_given() -> None:
 
 @pytest.mark.parametrize("keep", [0, -1, True, False, 2.0, "2", [2]])
 def test_bl_112_a_keep_without_a_meaning_is_refused(keep: object) -> None:
-    with pytest.raises(InvalidArgument, match="whole number from 1 up .* or None to keep all"):
+    with pytest.raises(InvalidArgument, match=r"whole number from 1 up .* or None to keep all"):
         check_keep(keep)
 
 

@@ -1,0 +1,199 @@
+"""Reading: which checkpoint is taken, from which tier, and what happens to a damaged one.
+
+Owns: the choice of the newest good checkpoint, and the way back to older ones.
+Must not: import torch at module level; change an object of the caller; decide what is complete (the engine does).
+Invariant: what is read stays pinned until the caller lets it go; a checkpoint that is passed over is named with its
+reason.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from relight.checkpoint import Checkpoint, Tier
+from relight.exceptions import CheckpointNotFound, CorruptCheckpoint, InvalidArgument
+
+if TYPE_CHECKING:
+    from relight import _core
+
+__all__ = ["SINGLE_FILE", "Loading", "Reader", "TagSource"]
+
+_log = logging.getLogger("relight.checkpointer")
+
+SINGLE_FILE: Final = "state.pt"
+"""The file of a save of one object."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How objects are made from a file."""
+
+    map_location: Any = "cpu"
+    weights_only: bool = True
+    mmap: bool = False
+    allow: tuple[str, ...] = ()
+
+    def object_of(self, image: _core.Image) -> Any:
+        """The object in `image`."""
+        from relight.torch.unpickling import load_image
+
+        return load_image(
+            image,
+            map_location=self.map_location,
+            weights_only=self.weights_only,
+            mmap=self.mmap,
+            allow=self.allow,
+        )
+
+
+class TagSource:
+    """One checkpoint, file by file."""
+
+    def __init__(self, root: _core.Root, checkpoint: Checkpoint, loading: Loading) -> None:
+        self._root = root
+        self._loading = loading
+        self.checkpoint: Final = checkpoint
+        self.tag: Final = checkpoint.tag
+        self.files: Final = frozenset(file.name for file in checkpoint.files)
+        self.tier: Tier = "memory"
+        """The farthest tier that was read from."""
+
+    def load(self, file: str) -> Any:
+        """The object in one file, checksums verified.
+
+        Raises:
+            CheckpointNotFound: the checkpoint has no such file.
+            CorruptCheckpoint: its bytes are not what was written.
+        """
+        if file not in self.files:
+            raise CheckpointNotFound(
+                f"{self.tag} has no file {file!r}; it has {_listed(self.files)}",
+                path=self.checkpoint.path,
+                tag=self.tag,
+            )
+        image = self._root.open_image(self.tag, file)
+        if image.tier == "memory" and "persistent" in self.checkpoint.tiers:
+            try:
+                return self._loading.object_of(image)
+            except CorruptCheckpoint as error:
+                _log.warning("%s of %s in memory is damaged, reading the persisted one: %s", file, self.tag, error)
+                image = self._root.open_image(self.tag, file, tier="persistent")
+        if image.tier != "memory":
+            self.tier = "persistent"
+        return self._loading.object_of(image)
+
+    def later(self, file: str) -> Callable[[], Any]:
+        """Loads `file` when called. The open image keeps its bytes readable if the checkpoint is deleted meanwhile."""
+        image = self._root.open_image(self.tag, file)
+        return lambda: self._loading.object_of(image)
+
+    def only_file(self) -> str:
+        """The file that is meant when none is named.
+
+        Raises:
+            InvalidArgument: there are several.
+        """
+        if SINGLE_FILE in self.files:
+            return SINGLE_FILE
+        if len(self.files) == 1:
+            return next(iter(self.files))
+        raise InvalidArgument(
+            f"{self.tag} has the files {_listed(self.files)}; say which with file=",
+            path=self.checkpoint.path,
+            tag=self.tag,
+        )
+
+
+class Reader:
+    """Reads one root."""
+
+    def __init__(self, root: _core.Root) -> None:
+        self._root = root
+        self.skipped: list[str] = []
+        """Newer checkpoints that were passed over, each with its reason."""
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """All complete ones and the foreign ones, oldest first."""
+        return [Checkpoint.from_json(facts) for facts in json.loads(self._root.list())]
+
+    @contextmanager
+    def pinned(self, tag: str) -> Iterator[None]:
+        """Retention leaves `tag` alone meanwhile."""
+        self._root.pin(tag)
+        try:
+            yield
+        finally:
+            self._root.unpin(tag)
+
+    def one(self, tag: str, loading: Loading) -> TagSource:
+        """The checkpoint of that name.
+
+        Raises:
+            CheckpointNotFound: there is none; the message has the reason if there are remains of one.
+        """
+        listed = self.checkpoints()
+        for checkpoint in listed:
+            if checkpoint.tag == tag:
+                return TagSource(self._root, checkpoint, loading)
+        reason = dict(self.problems()).get(tag)
+        if reason is not None:
+            raise CorruptCheckpoint(
+                f"{tag} is not complete: {reason}; use another checkpoint", path=self._root.path, tag=tag
+            )
+        have = _listed(checkpoint.tag for checkpoint in listed)
+        raise CheckpointNotFound(
+            f"there is no checkpoint {tag!r} in {self._root.path}; there is {have or 'none'}",
+            path=self._root.path,
+            tag=tag,
+        )
+
+    def newest(self, loading: Loading, read: Callable[[TagSource], T]) -> tuple[TagSource, T] | None:
+        """What `read` makes of the newest checkpoint that is good; None if there is none at all.
+
+        Raises:
+            CorruptCheckpoint: there are some, and all are damaged.
+        """
+        candidates = self.candidates()
+        for checkpoint in candidates:
+            source = TagSource(self._root, checkpoint, loading)
+            try:
+                with self.pinned(source.tag):
+                    return source, read(source)
+            except (CorruptCheckpoint, CheckpointNotFound) as error:
+                self.skipped.append(f"{source.tag} cannot be used: {error}")
+                _log.warning("%s cannot be used: %s", source.tag, error)
+        if candidates:
+            raise CorruptCheckpoint(
+                f"no checkpoint in {self._root.path} can be used. {'. '.join(self.skipped)}. Move them away to start "
+                "anew",
+                path=self._root.path,
+                tag=candidates[0].tag,
+            )
+        return None
+
+    def candidates(self) -> list[Checkpoint]:
+        """What "newest" may mean, newest first; those that a later run left behind come last.
+
+        A checkpoint without a step is no candidate unless the engine calls it the latest: then no other has one.
+        """
+        latest = self._root.latest()
+        ours = [one for one in reversed(self.checkpoints()) if not one.foreign]
+        ours = [one for one in ours if one.step is not None or one.tag == latest]
+        ours.sort(key=lambda one: (one.tag != latest, one.left_behind))
+        return ours
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Directories that look like checkpoints of relight and are not whole: tag and reason."""
+        return [(facts["tag"], facts["reason"]) for facts in json.loads(self._root.problems())]
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:10]) + (f" and {len(ordered) - 10} more" if len(ordered) > 10 else "")
