@@ -5,6 +5,7 @@
 //! Invariant: no safe function of this crate can be called so that it breaks memory safety; where that rests on a
 //! promise which no type can carry (memory of the caller, files that others may cut), the type's page says which.
 
+pub mod arena;
 pub mod buffer;
 pub mod copy;
 pub mod file;

@@ -109,7 +109,7 @@ impl FileLock {
 
     /// What the holder, or the last one, wrote. Empty if there is no such file, or between a lock and its text.
     pub fn holder(path: &Path) -> io::Result<String> {
-        without_losing_locks(path, |file| {
+        without_losing_locks(path, |file, _| {
             let len = file.metadata()?.len().min(4096) as usize;
             let mut text = vec![0; len];
             match file::read_exact_at(file, 0, &mut text) {
@@ -150,22 +150,16 @@ impl Drop for FileLock {
 }
 
 /// Opens `path` for reading and looks at it without harm to locks of this process: a file that it holds is looked at
-/// through the descriptor it has. `path` is not followed if it is a link.
-pub(crate) fn without_losing_locks<T>(path: &Path, look: impl FnOnce(&File) -> io::Result<T>) -> io::Result<T> {
+/// through the descriptor it has, and `look` is told so. `path` is not followed if it is a link.
+pub(crate) fn without_losing_locks<T>(path: &Path, look: impl FnOnce(&File, bool) -> io::Result<T>) -> io::Result<T> {
     // The table stays locked until our descriptor is closed: else another thread could take the lock in between, and
     // our close would drop it.
     let table = table();
     if let Some(held) = key_of(path)?.and_then(|key| table.held.get(&key)) {
-        return look(&held.file);
+        return look(&held.file, true);
     }
     let file = File::from(file::open(path, OFlags::RDONLY | OFlags::NOFOLLOW, 0)?);
-    look(&file)
-}
-
-/// Whether this process holds the lock of `path`.
-pub(crate) fn is_held_here(path: &Path) -> io::Result<bool> {
-    let table = table();
-    Ok(key_of(path)?.is_some_and(|key| table.held.contains_key(&key)))
+    look(&file, false)
 }
 
 /// Whether another process holds a lock on `file`, which the caller got from `without_losing_locks`.
