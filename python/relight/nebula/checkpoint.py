@@ -8,7 +8,7 @@ Invariant: a handle holds no state but its name: any number of handles of a tag 
 import os
 from typing import Any, Final
 
-from relight import _core
+from relight import _core, runtime
 from relight.distributed.world import World, find_world, require_one_process
 from relight.exceptions import CheckpointNotFound, CorruptCheckpoint, InvalidArgument
 from relight.nebula import api, find, lifetime, roots, shares
@@ -72,6 +72,7 @@ class Checkpoint:
             StorageFull: it fits neither into memory nor on the storage.
             TornSnapshot: `obj` was changed meanwhile. Nothing of this call is committed; save again.
         """
+        runtime.check_fork()  # first: in a forked child even an import may wait for a lock that nobody holds any more
         from relight.nebula import staging  # brings torch, which a process that only lists does not need
 
         file = _file_name(name)

@@ -4,14 +4,14 @@ Owns: the calls of torch's pickling for one Nebula file.
 Must not: be imported before an object is saved or loaded (it brings torch).
 """
 
-import threading
 from typing import Any, Final
 
-from relight import _core
+from relight import _core, runtime
+from relight.options import Options
+from relight.parts import others_run, stem_of
 from relight.torch import pickling, unpickling
 
-_STEM: Final = "archive"  # torch.save's own word for the folder inside the file, where it has no path to name it after
-_OWN_THREADS: Final = "relight-"
+_STEM_LENGTH_MAX: Final = 100
 
 
 def stage(share: _core.Share, file: str, obj: object) -> _core.StageReport:
@@ -20,18 +20,20 @@ def stage(share: _core.Share, file: str, obj: object) -> _core.StageReport:
     Raises:
         NotPicklable, StorageFull, TornSnapshot: as `Checkpoint.save` says.
     """
-    snapshot = pickling.plan_object(obj, pickle_module=None, pickle_protocol=None, stem=_STEM)
-    report = share.stage(file, snapshot.entries, stem=_STEM, compare=_other_threads_run())
+    check = Options().torn_check
+    compare = check == "compare" or (check == "auto" and others_run())
+    stem = _stem_of(file)
+    snapshot = pickling.plan_object(obj, stem=stem)
+    with runtime.refuse_reentry(f"the save of {file} under {share.tag}"):
+        report = share.stage(file, snapshot.entries, stem=stem, compare=compare)
     snapshot.check_torn()
     return report
 
 
-def _other_threads_run() -> bool:
-    """Whether a thread of the caller might change tensors past torch's version counters while they are copied."""
-    return any(
-        thread is not threading.current_thread() and not thread.name.startswith(_OWN_THREADS)
-        for thread in threading.enumerate()
-    )
+def _stem_of(file: str) -> str:
+    # Nebula's names may hold line ends and more: inside an archive they would trip the tools that list it.
+    stem = stem_of(file)
+    return stem if stem.isprintable() and "\\" not in stem and len(stem) <= _STEM_LENGTH_MAX else "archive"
 
 
 def unpickle(image: _core.Image, map_location: Any, weights_only: bool) -> Any:
