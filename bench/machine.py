@@ -1,0 +1,59 @@
+"""The machine and the versions that a result belongs to, and how much memory a piece of work took."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import relight
+import torch
+
+
+def facts(folder: Path) -> dict[str, object]:
+    """What a reader of the numbers must know."""
+    mount = subprocess.run(["stat", "-f", "-c", "%T", str(folder)], capture_output=True, text=True, check=False)
+    processor = next(
+        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?"
+    )
+    return {
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": platform.release(),
+        "file_system": mount.stdout.strip() or "?",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "relight": relight.__version__,
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def _status() -> dict[str, int]:
+    fields = (line.split(":", 1) for line in _lines("/proc/self/status") if line.endswith("kB"))
+    return {name: int(value.split()[0]) * 1024 for name, value in fields}
+
+
+class Peak:
+    """Bytes of memory above what was there before; filled in when the block ends."""
+
+    own = 0  # growth of the process at its highest, shared memory that was there before not counted
+    shared = 0  # shared memory mapped and touched, whole
+
+
+@contextmanager
+def peak_memory() -> Iterator[Peak]:
+    """The kernel's own high-water mark, so no sampling thread disturbs what is measured."""
+    peak = Peak()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before = _status()
+    yield peak
+    after = _status()
+    peak.shared = after["RssShmem"]
+    peak.own = max(0, after["VmHWM"] - before["VmRSS"])
