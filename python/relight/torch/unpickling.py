@@ -1,0 +1,273 @@
+"""Unpickling: turns a torch.save archive, from any tier, into the object.
+
+Owns: how storages get their bytes (read at once, or mapped), where they go (`map_location`), what may be made.
+Must not: write, know of tags, change an object of the caller.
+Invariant: with `weights_only` nothing is made that is not on the published list or named by the caller; every byte that is
+    read is verified (a mapped byte is not: it is read when it is used).
+
+Source: `torch.serialization._load` of torch 2.4 to 2.13, whose rules for locations, byte order and sparse tensors these are.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap as _mmap
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.storage import TypedStorage, UntypedStorage
+
+from relight.exceptions import CorruptCheckpoint, InvalidArgument, ObjectNotAllowed
+from relight.torch import paths, quiet_gc, safe_types
+from relight.torch.archive import ImageLike
+from relight.torch.buffers import writable_view
+from relight.torch.safe_unpickler import Refused, SafeUnpickler
+
+__all__ = ["MapLocation", "load_image", "load_leniently"]
+
+MapLocation = str | torch.device | dict[str, str] | Callable[[Any, str], Any] | None
+
+
+def load_image(
+    image: ImageLike,
+    *,
+    map_location: MapLocation = None,
+    weights_only: bool = True,
+    mmap: bool = False,
+    allow: Iterable[object] = (),
+    pickle_module: Any = None,
+    encoding: str = "utf-8",
+) -> Any:
+    """The object in `image`.
+
+    Args:
+        map_location: as in torch.load: a device, a dict or a function (storage, location) -> storage or None.
+        weights_only: make only what is on the published list (docs/reference/types.md) or in `allow`. False runs whatever
+            code the file holds: only for files that you trust.
+        mmap: back the tensors by a private copy-on-write mapping of the file instead of reading it. Their bytes are not
+            verified. An image in the memory tier is read in any case.
+        allow: classes, functions or their full names, which are trusted beside the list.
+        pickle_module: with weights_only=False, whose `Unpickler` to use.
+
+    Raises:
+        ObjectNotAllowed: names what is not on the list, and where it is.
+        CorruptCheckpoint: the bytes are not what was written, or are no archive of torch.save.
+        InvalidArgument: the file is of another kind; or a location that this machine does not have.
+    """
+    allow = list(allow)
+    reader = _Reader(image, map_location, mmap)
+    with quiet_gc.paused(), _map_location_set(map_location):
+        if weights_only:
+            result = _load_safely(reader, allow)
+        else:
+            result = _load_trusting(reader, pickle_module or pickle, encoding)
+        torch._utils._validate_loaded_sparse_tensors()  # private, as torch.load: checks what was rebuilt unchecked
+    return result
+
+
+def load_leniently(image: ImageLike, *, mmap: bool, allow: Iterable[object] = ()) -> Any:
+    """The object, with a `Refused` in the place of whatever is not allowed."""
+    reader = _Reader(image, None, mmap, cpu_only=True)
+    with quiet_gc.paused(), _map_location_set(None):
+        unpickler = SafeUnpickler(
+            reader.pickle, table=safe_types.allowed_globals(allow), persistent_load=reader.persistent_load, lenient=True
+        )
+        result = unpickler.load()
+        torch._utils._validate_loaded_sparse_tensors()
+    return result
+
+
+def _load_safely(reader: _Reader, allow: list[object]) -> Any:
+    table = safe_types.allowed_globals(allow)
+    try:
+        return SafeUnpickler(reader.pickle, table=table, persistent_load=reader.persistent_load).load()
+    except pickle.UnpicklingError as error:
+        raise _refusal(reader, table, error) from error
+
+
+def _refusal(reader: _Reader, table: dict[str, object], error: Exception) -> Exception:
+    """The error for a file that the weights-only loader does not take: all types it lacks, and where they are."""
+    path = reader.image.path
+    # Everything again, with marks in the place of what is refused, and no data: only to name it.
+    bare = _Reader(reader.image, "meta", False)
+    unpickler = SafeUnpickler(bare.pickle, table=table, persistent_load=bare.persistent_load, lenient=True)
+    try:
+        with _map_location_set("meta"):
+            result = unpickler.load()
+    except (pickle.UnpicklingError, TypeError, ValueError, AttributeError, RuntimeError):
+        result = None
+    finally:
+        torch._utils._sparse_tensors_to_validate.clear()
+    if not unpickler.refused:
+        return CorruptCheckpoint(f"{path}: {error}", path=path)
+    where = [f"{at or 'the object'} ({part.name})" for at, part in paths.walk(result) if type(part) is Refused]
+    places = f" at {', '.join(where[:5])}{' and more' if len(where) > 5 else ''}" if where else ""
+    names = unpickler.refused
+    return ObjectNotAllowed(
+        f"{path}: holds {', '.join(names)}{places}, which is not on the list of what loading makes unasked. If you trust the "
+        f"file, pass allow={names!r} or weights_only=False; relight.open gives its tensors without either",
+        path=path,
+        name=names[0],
+    )
+
+
+def _load_trusting(reader: _Reader, pickle_module: Any, encoding: str) -> Any:
+    class Unpickler(pickle_module.Unpickler):  # type: ignore[misc]  # the caller's pickle module
+        def find_class(self, module: str, name: str) -> Any:
+            if "Storage" in name:
+                try:
+                    return torch.serialization.StorageType(name)  # private, as torch.load: a dtype, not a storage
+                except KeyError:
+                    pass  # some other class with that word in its name
+            return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
+
+    unpickler = Unpickler(io.BytesIO(reader.pickle), encoding=encoding)
+    unpickler.persistent_load = reader.persistent_load
+    return unpickler.load()
+
+
+# ---- storages ----
+
+
+class _Reader:
+    """The entries of one image, and the storages made of them."""
+
+    def __init__(self, image: ImageLike, map_location: MapLocation, mmap: bool, *, cpu_only: bool = False) -> None:
+        self.image = image
+        self._index = {entry.name: number for number, entry in enumerate(image.entries)}
+        self._check_kind()
+        self._cpu_only = cpu_only
+        # Private, in torch 2.4 to 2.13: the rules of map_location, and the packages that users register.
+        self._restore = torch.serialization._get_restore_location(map_location)
+        self._meta = isinstance(map_location, (str, torch.device)) and torch.device(map_location).type == "meta"
+        self._fake = torch._guards.detect_fake_mode(None) is not None
+        self._swap = self._is_other_byte_order()
+        self._loaded: dict[str, TypedStorage] = {}
+        self.pickle = image.read(self._index["data.pkl"])
+        self._raw: dict[str, UntypedStorage] = {}
+        if not self._meta and not self._fake:
+            self._raw = self._mapped() if mmap and os.path.isfile(image.path) else self._filled()
+
+    def _check_kind(self) -> None:
+        path = self.image.path
+        if "constants.pkl" in self._index:
+            raise InvalidArgument(f"{path} is a TorchScript archive; load it with torch.jit.load", path=path)
+        if "data.pkl" not in self._index:
+            raise CorruptCheckpoint(f"{path} is no torch.save archive: it has no data.pkl", path=path)
+
+    def _is_other_byte_order(self) -> bool:
+        number = self._index.get("byteorder")
+        if number is None:
+            default = torch.serialization.get_default_load_endianness()
+            name = "little" if default is None else default.name.lower()
+            return name != "native" and name != sys.byteorder
+        name = self.image.read(number).decode("ascii", "replace")
+        if name not in ("little", "big"):
+            raise CorruptCheckpoint(f"{self.image.path}: byte order {name!r} is unknown", path=self.image.path)
+        return name != sys.byteorder
+
+    def _data(self) -> Iterator[tuple[int, Any]]:
+        for number, entry in enumerate(self.image.entries):
+            if entry.name.startswith("data/") and entry.length:
+                yield number, entry
+
+    def _filled(self) -> dict[str, UntypedStorage]:
+        """All data entries, read and verified in one call, in parallel."""
+        raw: dict[str, UntypedStorage] = {}
+        targets = []
+        for number, entry in self._data():
+            storage = raw[entry.name[5:]] = UntypedStorage(entry.length)
+            targets.append((number, 0, writable_view(storage)))
+        self.image.read_into(targets)
+        return raw
+
+    def _mapped(self) -> dict[str, UntypedStorage]:
+        """All data entries, as parts of one private mapping: what is written to them stays in this process."""
+        entries = [entry for _, entry in self._data()]
+        if not entries:
+            return {}
+        for entry in entries:
+            if not entry.stored:
+                raise InvalidArgument(
+                    f"{self.image.path}: {entry.name} is compressed and cannot be mapped; load it with mmap=False",
+                    path=self.image.path,
+                )
+        with open(self.image.path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < self.image.length:
+                raise CorruptCheckpoint(f"{self.image.path} was cut short while it was opened", path=self.image.path)
+            mapping = _mmap.mmap(file.fileno(), self.image.length, access=_mmap.ACCESS_COPY)
+        # The tensor keeps the mapping alive, and each slice of its storage keeps that.
+        whole = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
+        return {entry.name[5:]: whole[entry.offset : entry.offset + entry.length] for entry in entries}
+
+    def persistent_load(self, saved: Any) -> TypedStorage:
+        """The storage that a persistent id stands for: ("storage", kind, key, location, numel)."""
+        _, kind, key, location, numel = saved
+        if isinstance(location, bytes):  # from Python 2
+            location = location.decode("ascii")
+        found = self._loaded.get(key)
+        if found is not None:
+            return found
+        dtype: torch.dtype = torch.uint8 if kind is UntypedStorage else kind.dtype
+        nbytes = numel * dtype.itemsize
+        storage: Any = self._place(self._bytes(key, nbytes), dtype, location)
+        typed = TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        self._loaded[key] = typed
+        return typed
+
+    def _bytes(self, key: str, nbytes: int) -> UntypedStorage:
+        if self._meta or self._fake:
+            storage = UntypedStorage(nbytes, device="meta")
+            number = self._index.get(f"data/{key}")
+            if number is not None:
+                storage._checkpoint_offset = self.image.entries[number].offset
+            return storage
+        if not nbytes:
+            return UntypedStorage(0)
+        raw = self._raw.pop(key, None)
+        if raw is None or raw.nbytes() < nbytes:
+            have = 0 if raw is None else raw.nbytes()
+            path = self.image.path
+            raise CorruptCheckpoint(f"{path}: data/{key} has {have} bytes, its tensors need {nbytes}", path=path)
+        return raw if raw.nbytes() == nbytes else raw[:nbytes]
+
+    def _place(self, storage: UntypedStorage, dtype: torch.dtype, location: str) -> Any:
+        if self._swap and not (self._meta or self._fake):
+            storage.byteswap(dtype)
+        if self._meta or self._cpu_only:
+            return storage
+        if self._fake:
+            storage._fake_device = location  # type: ignore[assignment]  # as torch.load: the rebuild function reads it
+            return storage
+        try:
+            return self._restore(storage, location)
+        except (RuntimeError, AssertionError) as error:
+            path = self.image.path
+            raise InvalidArgument(
+                f"{path}: was saved from {location!r}, which cannot be had here ({_first_line(error)}); pass "
+                "map_location='cpu', or a dict or function that maps it to a device of this machine",
+                path=path,
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def _map_location_set(map_location: MapLocation) -> Iterator[None]:
+    """Tells torch's rebuild functions of tensors without storage where they go. Private: its place moved after 2.4."""
+    local: Any = getattr(torch.serialization, "_serialization_tls", None)
+    if local is None or not hasattr(local, "map_location"):
+        local = torch._utils._thread_local_state  # type: ignore[attr-defined]  # torch 2.4
+    before = getattr(local, "map_location", None)
+    local.map_location = map_location
+    try:
+        yield
+    finally:
+        local.map_location = before
