@@ -46,21 +46,25 @@ def table(result: dict[str, Any]) -> str:
             continue
         low, _, high = quantiles(times, n=4)
         ratio = median(b / t for b, t in zip(seconds[base], times, strict=True))
-        versus = "1x" if name == base else f"{ratio:.1f}x"
-        lines.append(
-            f"| {name} | {_ms(median(times))} | {_ms(low)} to {_ms(high)} | {size / median(times) / 1e9:.2f} | {versus} | "
-            f"{_peak(result, name)} |"
-        )
+        cells = [
+            name,
+            _ms(median(times)),
+            f"{_ms(low)} to {_ms(high)}",
+            f"{size / median(times) / 1e9:.2f}",
+            "1x" if name == base else f"{ratio:.1f}x",
+            _peak(result, name),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     machine = result["machine"]
     lines += [
         "",
-        f"{size / 2**20:.0f} MiB in {result['tensors']} tensors; medians of {result['rounds']} rounds in one run, the ways in "
-        "turn; `vs torch` is the median of the ratios within a round. Peak memory is beside the state itself; for relight "
-        "the memory tier is in it.",
+        f"{size / 2**20:.0f} MiB in {result['tensors']} tensors; medians of {result['rounds']} rounds in one run, the "
+        "ways in turn; `vs torch` is the median of the ratios within a round. Peak memory is beside the state itself; for "
+        "relight the memory tier is in it.",
         "",
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, kernel {machine['kernel']}, "
-        f"{machine['file_system']}, Python {machine['python']}, torch {machine['torch']}, relight {machine['relight']}; load "
-        f"average before the run {machine['load_average_before']}; {result['date'][:10]}.",
+        f"{machine['file_system']}, Python {machine['python']}, torch {machine['torch']}, relight "
+        f"{machine['relight']}; load average before the run {machine['load_average_before']}; {result['date'][:10]}.",
         "",
         *(f"- {name}: {text}" for name, text in sorted(result["checks"].items())),
         "",

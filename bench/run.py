@@ -222,7 +222,8 @@ def measure(folder: Path, size_mib: int, rounds: int) -> dict[str, object]:
     """All ways, `rounds` times after one round that is thrown away; each round begins with another way."""
     bench = Bench(folder, size_mib)
     ways: list[Callable[[], None]] = [
-        bench.copy_limit, bench.write_limit, bench.direct_limit, bench.torch_save, bench.relight_save, bench.relight_file,
+        bench.copy_limit, bench.write_limit, bench.direct_limit,
+        bench.torch_save, bench.relight_save, bench.relight_file,
     ]  # fmt: skip
     loads: list[Callable[[], None]] = [
         lambda: bench.torch_load(cold=False), lambda: bench.relight_load(cold=False), bench.relight_resume,

@@ -111,7 +111,7 @@ def picture(
     losses.set_ylim(low, high + 0.25 * (high - low))
     for record, colour in ((before, RELIGHT), (nebula[0], NEBULA)):
         at = record.killed_at or 0
-        losses.axvline(at, color=colour, linestyle=":", linewidth=1.2)
+        losses.axvline(at, ymax=0.72, color=colour, linestyle=":", linewidth=1.2)  # below the legend
         losses.annotate("kill -9", (at, low), xytext=(3, 6), textcoords="offset points", color=colour, fontsize=9)
     losses.set(title="Loss: the runs are the same, bit for bit", xlabel="step", ylabel="loss, nats per byte")
     losses.legend(frameon=False, fontsize=8, loc="upper right")
