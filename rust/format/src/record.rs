@@ -58,6 +58,11 @@ pub enum Target {
 pub struct FileTarget {
     /// Absolute, links resolved.
     pub path: String,
+    /// The version of what was there when the image was staged, 0 for nothing: a successor does not overwrite what
+    /// somebody else has put there since. None if an earlier save to the path was still under way: it may be any.
+    pub replaces: Option<u64>,
+    /// When it was staged, RFC 3339 UTC: the order of two images for one path from two dead processes.
+    pub staged_at: String,
 }
 
 /// The seal: this rank's share of the tag is complete in memory.
@@ -133,7 +138,11 @@ mod tests {
     #[test]
     fn records_read_back_equal() {
         let image = SlotRecord::Image(ImageRecord {
-            target: Target::File(FileTarget { path: "/ckpt/model.pt".into() }),
+            target: Target::File(FileTarget {
+                path: "/ckpt/model.pt".into(),
+                replaces: Some(u64::MAX),
+                staged_at: "2026-11-29T16:30:41.250Z".into(),
+            }),
             file: "model.pt".into(),
             bytes: 9,
             crc32: 1,
