@@ -59,8 +59,8 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"{size / 2**20:.0f} MiB in {result['tensors']} tensors; medians of {result['rounds']} rounds in one run, the "
-        "ways in turn; `vs torch` is the median of the ratios within a round. Peak memory is beside the state itself; for "
-        "relight the memory tier is in it.",
+        "ways in turn; `vs torch` is the median of the ratios within a round. Peak memory is beside the state itself; "
+        "for relight the memory tier is in it.",
         "",
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, kernel {machine['kernel']}, "
         f"{machine['file_system']}, Python {machine['python']}, torch {machine['torch']}, relight "
