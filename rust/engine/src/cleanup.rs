@@ -41,7 +41,10 @@ pub(crate) fn settle(disk: &Arc<dyn Disk>, paths: &TagPaths, lock: &TagLock) -> 
     };
     match &manifest {
         Some(found) => settle_manifest(disk, paths, found, None, lock)?,
-        None => purge(disk.as_ref(), paths, None),
+        None => {
+            remove_parts(disk.as_ref(), paths)?;
+            purge(disk.as_ref(), paths, None);
+        }
     }
     let present = generations(disk.as_ref(), paths)?.into_iter().max().unwrap_or(0);
     let highest = manifest.as_ref().map_or(0, |found| found.generation).max(present);
@@ -148,17 +151,23 @@ pub(crate) fn finish_removal(disk: &dyn Disk, paths: &TagPaths, _lock: &TagLock)
                 _ => publish::remove_if_there(disk, &plain)?,
             }
         }
-        for name in list(disk, &paths.own)? {
-            if layout::rank_of_part(&name).is_some() {
-                publish::remove_if_there(disk, &paths.own.join(&name))?;
-            }
-        }
+        remove_parts(disk, paths)?;
         purge(disk, paths, None);
         // the tombstone is what remembers the files: it goes when their removal is durable
         publish::sync_dir(disk, &paths.tag)?;
     }
     publish::remove_if_there(disk, &paths.tombstone())?;
     publish::sync_dir(disk, &paths.own)
+}
+
+/// Removes the parts of a tag that has no manifest.
+fn remove_parts(disk: &dyn Disk, paths: &TagPaths) -> Result<()> {
+    for name in list(disk, &paths.own)? {
+        if layout::rank_of_part(&name).is_some() {
+            publish::remove_if_there(disk, &paths.own.join(&name))?;
+        }
+    }
+    Ok(())
 }
 
 /// Removes the directories of a tag that has nothing left. Foreign files keep them.
