@@ -57,7 +57,12 @@ def _held(region: Json) -> str:
 
 
 def _waiting(region: Json) -> list[str]:
-    return [f"{one['tag']} of {one['root']}" for one in region["checkpoints"] if one["state"] != "persisted"]
+    """What would be lost with the region. What is incomplete no reader can use, and no drain can complete."""
+    return [_called(one) for one in region["checkpoints"] if one["state"] not in ("persisted", "incomplete")]
+
+
+def _called(one: Json) -> str:
+    return str(one["tag"]) if one["root"] is None else f"{one['tag']} of {one['root']}"
 
 
 def _remove(found: list[Json], force: bool, out: Output) -> int:
@@ -86,9 +91,12 @@ def _drain(memory_dir: str | None, out: Output) -> int:
         for region in found:
             for tag in region["tags"]:
                 state = "is persisted already" if tag["persisted"] else "is being persisted"
-                out.line(f"process {region['pid']} left {tag['tag']} of {tag['root']}: it {state}")
+                out.line(f"process {region['pid']} left {_called(tag)}: it {state}")
+            for file in region["files"]:
+                state = "is persisted already" if file["persisted"] else "is being persisted"
+                out.line(f"process {region['pid']} left {file['path']}: it {state}")
             for dropped in region["dropped"]:
-                out.warning(f"process {region['pid']} left something unfinished, which no reader can use: {dropped}")
+                out.warning(f"from process {region['pid']}: {dropped}")
         one.flush(None)
     left = [waiting for region in regions(memory_dir) if not region["alive"] for waiting in _waiting(region)]
     if out.as_json:

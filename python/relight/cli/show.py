@@ -55,9 +55,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
     for name, value in facts:
         if value is not None:
             out.line(f"  {name:14} {value}")
-    rows = [[f["name"], size(f["bytes"]), f["rank"], f"{f['crc32']:08x}", f["codec"]] for f in one["files"]]
+    rows = [[f["name"], size(f["bytes"]), f["rank"], crc_text(f["crc32"]), f["codec"]] for f in one["files"]]
     out.table(["file", "bytes", "rank", "crc32", "codec"], rows)
     return 0
+
+
+def crc_text(crc: int | None) -> str | None:
+    """As `unzip -v` and the log write it; a foreign file has none."""
+    return None if crc is None else f"{crc:08x}"
 
 
 def _show_image(image: _core.Image, called: str, out: Output) -> int:

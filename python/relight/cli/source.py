@@ -45,9 +45,22 @@ def opened(path: str) -> Iterator[_core.Root]:
 
 
 def checkpoints(root: _core.Root) -> list[Json]:
-    """All checkpoints, oldest first by the latest rule; foreign ones before them."""
+    """All checkpoints, oldest first by the latest rule; foreign ones before them, with the files that lie in them."""
     listed: list[Json] = json.loads(root.list())
+    for one in listed:
+        if one["foreign"]:  # no manifest: the engine knows no more than the name
+            one["files"] = _lying_in(one["path"])
+            one["bytes"] = sum(file["bytes"] for file in one["files"])
     return listed
+
+
+def _lying_in(folder: str) -> list[Json]:
+    with os.scandir(folder) as entries:
+        found = sorted((entry.name, entry.stat().st_size) for entry in entries if entry.is_file())
+    return [
+        {"name": name, "path": name, "bytes": size, "crc32": None, "codec": "none", "rank": None}
+        for name, size in found
+    ]
 
 
 def problems(root: _core.Root) -> list[Json]:
