@@ -1,4 +1,4 @@
-"""TrainState: saves what a run needs to go on, changes nothing on save, and nothing on restore before all is checked."""
+"""TrainState: saves what a run needs to go on, changes nothing on save, on restore nothing before all is checked."""
 
 from __future__ import annotations
 
