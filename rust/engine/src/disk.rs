@@ -3,6 +3,7 @@
 //! Owns: the contract that every disk keeps (`testkit::disk_conformance!` proves it for each form).
 //! Must not: combine calls. "Write, sync, rename, sync the directory" is engine code (`publish`).
 
+mod nowhere;
 mod posix;
 
 use std::fmt;
@@ -10,6 +11,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+pub(crate) use nowhere::{Nowhere, is_memory_only};
 pub use posix::PosixDisk;
 
 /// What a name in a directory is. Links are followed.

@@ -14,6 +14,7 @@ use relight_io::copy;
 use serde::Serialize;
 
 use crate::core::{Core, Job, RootState};
+use crate::disk::is_memory_only;
 use crate::engine::version_of;
 use crate::events::Level;
 use crate::save_file::MemoryKind;
@@ -153,7 +154,8 @@ impl Core {
             self.events.log(Level::Warning, format!("an incomplete save is dropped: {dropped}"));
         }
         let (found, gone): (Vec<_>, Vec<_>) = found.into_iter().partition(|found| self.is_reachable(&found.staged));
-        for gone in &gone {
+        // Those of a root without a persistent tier are left to whoever opens that, and are nobody's worry here.
+        for gone in gone.iter().filter(|gone| !gone.staged.root().is_some_and(is_memory_only)) {
             let text = format!(
                 "{} was staged by {dead}, but its directory is gone: it is left in {}; remove that file if the \
                  directory does not come back",
@@ -186,22 +188,35 @@ impl Core {
         report
     }
 
+    /// Whether this process may take what is staged for `place`: of a root without a persistent tier only who opened it.
+    fn is_claimed(&self, place: &Path) -> bool {
+        !is_memory_only(place) || lock(&self.state).roots.contains_key(place)
+    }
+
     fn is_reachable(&self, staged: &Staged) -> bool {
         let place = match &staged.purpose {
             Purpose::Tag { root, .. } => root.as_path(),
             Purpose::File { path } => path.parent().unwrap_or(path),
         };
+        if !self.is_claimed(place) {
+            return false;
+        }
         // Only "not there" is a reason to leave it; a moment's failure is the persist thread's, which tries again.
-        !matches!(self.disk.metadata(place), Err(cause) if cause.kind() == std::io::ErrorKind::NotFound)
+        is_memory_only(place)
+            || !matches!(self.disk.metadata(place), Err(cause) if cause.kind() == std::io::ErrorKind::NotFound)
     }
 
     fn found_tag(&self, id: u64, record: TagRecord, seal: WholeImage, images: Vec<Arc<StagedImage>>) -> Found {
         let path = PathBuf::from(&record.root);
-        let root = self.root(&path, false).ok();
+        // `root` would open the other kind, and with that claim it.
+        let root = if self.is_claimed(&path) { self.root(&path, false).ok() } else { None };
         if let Some(root) = &root {
             root.saw(record.run, record.sequence);
         }
         let mut fate = if seal.is_done() { Fate::Persisted } else { Fate::Waiting };
+        if is_memory_only(&path) {
+            fate = Fate::OnlyHere;
+        }
         // Killed between the commit and the mark: the manifest says that it is persisted.
         let manifest = root.as_ref().and_then(|root| root.store.find(&record.tag).ok());
         let overtaken = manifest.as_ref().is_some_and(|manifest| manifest.sequence > record.sequence);

@@ -12,7 +12,7 @@ use relight_format::record::{FileTarget, ImageRecord, SlotRecord, Target};
 
 use crate::clock::Clock;
 use crate::core::{Core, Job, Phase, RootState};
-use crate::disk::Disk;
+use crate::disk::{Disk, Nowhere, is_memory_only};
 use crate::drain::DrainedRegion;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{Event, Level};
@@ -103,8 +103,16 @@ impl Engine {
     }
 
     /// Opens a directory of tags. `drain` first adopts what dead processes left staged on this node.
+    ///
+    /// A path `memory:<name>` is a root without a persistent tier: its checkpoints are complete in memory, the oldest
+    /// goes when there are more than `memory_keep`, and a normal end of the process drops them all. After a death the
+    /// next process that opens the same name has them.
     pub fn open_root(&self, path: &Path, create: bool, drain: bool) -> Result<Root> {
         let core = self.core();
+        if is_memory_only(path) {
+            // Opened before the drain, which leaves the tags of such roots to whoever opens them.
+            core.root(path, create)?;
+        }
         if drain {
             core.drain();
         }
@@ -246,7 +254,7 @@ impl Engine {
             .staged
             .entries()
             .iter()
-            .filter(|entry| entry.fate != Fate::Persisted)
+            .filter(|entry| !matches!(entry.fate, Fate::Persisted | Fate::OnlyHere))
             .map(|entry| Arc::clone(&entry.staged))
             .collect();
         let clean = left.is_empty() && !stuck;
@@ -282,7 +290,8 @@ impl Core {
     /// The state of a root, shared by all who open it.
     pub(crate) fn root(&self, path: &Path, create: bool) -> Result<Arc<RootState>> {
         let options = RootOptions { create, lock_wait: self.options.lock_timeout };
-        let store = RootStore::open(Arc::clone(&self.disk), Arc::clone(&self.clock), path, options)?;
+        let disk = if is_memory_only(path) { Arc::new(Nowhere::new(path)) } else { Arc::clone(&self.disk) };
+        let store = RootStore::open(disk, Arc::clone(&self.clock), path, options)?;
         if let Some(known) = lock(&self.state).roots.get(store.path()) {
             return Ok(Arc::clone(known));
         }
@@ -330,6 +339,17 @@ impl Core {
     ) -> Ticket {
         let more = spilled.as_ref().map_or(0, |spilled| spilled.files.iter().map(|file| file.bytes).sum());
         let ticket = self.new_ticket(&staged, more);
+        if let Some(root) = staged.root().filter(|root| is_memory_only(root)) {
+            let mut guard = lock(&self.state);
+            let state = &mut *guard;
+            state.staged.insert(Entry { staged: Arc::clone(&staged), fate: Fate::OnlyHere });
+            state.staged.keep_newest_only_here(root, state.memory_keep);
+            state.tier.remove_empty_regions(&state.staged);
+            drop(guard);
+            let ended = ticket.end(Ok(()));
+            self.events.push(Event::Ticket { id: ticket.id(), state: ended });
+            return ticket;
+        }
         let entry = Entry { staged: Arc::clone(&staged), fate: Fate::Waiting };
         let job = Arc::new(Job { ticket: ticket.clone(), staged, root, spilled: Mutex::new(spilled) });
         lock(&self.state).staged.insert(entry);

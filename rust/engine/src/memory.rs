@@ -251,7 +251,7 @@ impl Core {
         if fits && !crowded {
             return Look::Try(region, kind);
         }
-        if state.staged.evict_oldest(Fate::Persisted).is_some() {
+        if state.staged.evict_oldest(Fate::Persisted).is_some() || state.staged.evict_oldest_only_here() {
             state.tier.remove_empty_regions(&state.staged);
             return Look::Evicted;
         }
@@ -271,7 +271,7 @@ impl Core {
 impl Tier {
     /// Gives everything up. Regions in which something is left for a successor keep their file.
     pub(crate) fn close(&mut self, staged: &mut Catalogue) {
-        staged.evict_where(|entry| entry.fate == Fate::Persisted);
+        staged.evict_where(|entry| matches!(entry.fate, Fate::Persisted | Fate::OnlyHere));
         self.remove_empty_regions(staged);
         let left = staged.entries().iter().any(|entry| entry.staged.adopted.is_none());
         if let Some(shared) = self.shared.take().filter(|_| !left) {

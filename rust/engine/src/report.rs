@@ -85,6 +85,7 @@ fn in_memory(entry: &Entry) -> InMemory {
             Fate::Waiting => "staged",
             Fate::Persisted => "persisted",
             Fate::Failed => "failed",
+            Fate::OnlyHere => "memory only",
         },
     }
 }

@@ -4,6 +4,7 @@
 //! Must not: touch a disk; free an image that is not persisted, unless it failed and its room is needed.
 //! Invariant: an image is freed at most once, and never while a reader holds it.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -122,6 +123,8 @@ pub(crate) enum Fate {
     Persisted,
     /// Could not be persisted: stays for a successor until its room is needed or a newer commit made it useless.
     Failed,
+    /// Of a root that has no persistent tier: stays until newer ones have taken its place.
+    OnlyHere,
 }
 
 #[derive(Debug)]
@@ -210,6 +213,50 @@ impl Catalogue {
                 && entry.staged.root() == Some(root)
                 && entry.staged.key().is_some_and(|key| key <= last_to_go)
         });
+    }
+
+    /// Keeps, of a root without a persistent tier, the newest `keep` checkpoints, and of each only what newer saves of its
+    /// tag have not replaced.
+    pub(crate) fn keep_newest_only_here(&mut self, root: &Path, keep: usize) {
+        let mut newest: BTreeMap<String, CheckpointKey> = BTreeMap::new();
+        let mut replaced: BTreeSet<u64> = BTreeSet::new();
+        let mut held: BTreeSet<(String, String)> = BTreeSet::new();
+        for entry in self.of_root(root).rev() {
+            let (Some(record), Some(key)) = (entry.staged.tag(), entry.staged.key()) else { continue };
+            let best = newest.entry(record.tag.clone()).or_insert(key);
+            *best = key.max(*best);
+            let names = entry.staged.images.iter().map(|image| (record.tag.clone(), image.record.file.clone()));
+            let new: Vec<_> = names.filter(|name| !held.contains(name)).collect();
+            if new.is_empty() {
+                replaced.insert(record.sequence);
+            }
+            held.extend(new);
+        }
+        let mut tags: Vec<_> = newest.into_iter().map(|(tag, key)| (key, tag)).collect();
+        tags.sort_unstable();
+        let surplus = tags.len().saturating_sub(keep.max(1));
+        let old: BTreeSet<String> = tags.into_iter().take(surplus).map(|(_, tag)| tag).collect();
+        self.evict_where(|entry| {
+            entry.staged.root() == Some(root)
+                && entry
+                    .staged
+                    .tag()
+                    .is_some_and(|record| old.contains(&record.tag) || replaced.contains(&record.sequence))
+        });
+    }
+
+    /// Frees the oldest checkpoint that has no persistent tier, all saves of its tag together: half of one is none.
+    pub(crate) fn evict_oldest_only_here(&mut self) -> bool {
+        let oldest = self.entries.iter().find(|entry| entry.fate == Fate::OnlyHere && !entry.staged.is_read());
+        let Some((root, tag)) =
+            oldest.and_then(|entry| Some((entry.staged.root()?.to_path_buf(), entry.staged.tag()?.tag.clone())))
+        else {
+            return false;
+        };
+        let gone = self.evict_where(|entry| {
+            entry.staged.root() == Some(&root) && entry.staged.tag().is_some_and(|record| record.tag == tag)
+        });
+        !gone.is_empty()
     }
 
     /// Forgets everything and frees nothing: what is not persisted is for a successor.

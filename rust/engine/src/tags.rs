@@ -275,7 +275,7 @@ impl Root {
             Ok(located) => Ok(located.manifest.sequence <= sequence
                 || (located.record.crc32 == image.record.crc32 && located.record.bytes == image.record.bytes)),
             // Persisted and gone again: it was deleted. Damaged on the disk or out of reach: memory has it whole.
-            Err(error) => Ok(fate == Fate::Waiting || error.kind != ErrorKind::NotFound),
+            Err(error) => Ok(matches!(fate, Fate::Waiting | Fate::OnlyHere) || error.kind != ErrorKind::NotFound),
         }
     }
 
