@@ -115,7 +115,7 @@ class Checkpoint:
         return shares.process().open(self._root, self._tag, _world()).seal()
 
     def _load_from_tiers(self, file: str, map_location: Any, weights_only: bool) -> Any:
-        image = self._root.core.open_image(self._tag, file)
+        image = self._open(file)
         try:
             return _unpickle(image, map_location, weights_only)
         except CorruptCheckpoint as first:
@@ -123,6 +123,16 @@ class Checkpoint:
                 return self._load_second_copy(file, map_location, weights_only, first)
             self._skip_from_now_on()
             raise
+
+    def _open(self, file: str) -> _core.Image:
+        try:
+            return self._root.core.open_image(self._tag, file)
+        except CheckpointNotFound:
+            found = find.by_tag(self._root, self._tag)
+            path = found.path_of(file) if found is not None and found.foreign else None
+            if path is None:
+                raise
+            return _core.open_image(path)  # left by Nebula: no manifest names it
 
     def _load_second_copy(self, file: str, map_location: Any, weights_only: bool, first: CorruptCheckpoint) -> Any:
         """Memory went bad: the file on disk may be good."""

@@ -8,6 +8,7 @@ Invariant: "there is none" is None or an empty list; "cannot look" is an error.
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypedDict
 
@@ -15,7 +16,7 @@ from relight.exceptions import CheckpointNotFound, StorageDenied, StorageUnavail
 from relight.nebula.roots import NebulaRoot
 
 _COMPLETE_FILE: Final = "complete.txt"
-_COMPLETE_TEXT: Final = "OK"
+_COMPLETE_TEXT: Final = b"OK"
 
 
 class FileSummary(TypedDict):
@@ -114,7 +115,11 @@ def complete(root: NebulaRoot | None) -> list[Found]:
     except StorageDenied as cause:
         raise StorageUnavailable(f"cannot list {root.path}: {cause}", path=root.path) from cause
     everything = [Found(root, raw) for raw in listing]
-    return [found for found in everything if found.identity not in _corrupt and _counts(found)]
+    counting = [found for found in everything if found.identity not in _corrupt and _counts(found)]
+    for found in counting:
+        if found.foreign:
+            _look_into(found)
+    return counting
 
 
 def latest_first(root: NebulaRoot | None) -> Iterator[Found]:
@@ -142,6 +147,29 @@ def largest_step(root: NebulaRoot) -> int:
     return max((found.raw["step"] for found in complete(root) if found.raw["step"] is not None), default=0)
 
 
+def _look_into(found: Found) -> None:
+    """Files and size of a directory that Nebula left, which no manifest tells."""
+    assert found.directory is not None  # `_counts` read a file in it
+    with _readable(found), os.scandir(found.directory) as entries:
+        files = sorted(
+            (entry.name, entry.stat().st_size) for entry in entries if entry.is_file() and entry.name != _COMPLETE_FILE
+        )
+    found.raw["files"] = [{"name": name, "path": name, "bytes": size} for name, size in files]
+    found.raw["bytes"] = sum(size for _, size in files)
+
+
+@contextmanager
+def _readable(found: Found) -> Iterator[None]:
+    try:
+        yield
+    except OSError as cause:
+        raise StorageUnavailable(
+            f"cannot read {found.tag} in {found.root.path}: {cause}; check the storage",
+            path=found.directory,
+            tag=found.tag,
+        ) from cause
+
+
 def _counts(found: Found) -> bool:
     """A directory without a manifest counts only where Nebula wrote that it is complete: DeepSpeed's placeholders and
     half-written directories must stay a miss."""
@@ -149,14 +177,9 @@ def _counts(found: Found) -> bool:
         return True
     if found.directory is None:
         return False
-    try:
-        with open(os.path.join(found.directory, _COMPLETE_FILE), encoding="ascii") as file:
-            return file.read(16).strip() == _COMPLETE_TEXT
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
-        return False
-    except OSError as cause:
-        raise StorageUnavailable(
-            f"cannot read {_COMPLETE_FILE} of {found.tag}: {cause}; check the storage",
-            path=found.directory,
-            tag=found.tag,
-        ) from cause
+    with _readable(found):
+        try:
+            with open(os.path.join(found.directory, _COMPLETE_FILE), "rb") as file:
+                return file.read(16).strip() == _COMPLETE_TEXT
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return False

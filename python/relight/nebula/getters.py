@@ -54,24 +54,21 @@ def get_latest_checkpoint_path(name: str, persist_path: Any = None) -> str | Non
     if root is None or root.path is None:
         return None
     name = os.fspath(name)
-    # Their persists run in order and change the listing: each is waited for, then looked up anew.
-    for tag in [found.tag for found in find.latest_first(root) if name in found.names]:
-        path = _path_when_persisted(root, tag, name)
-        if path is not None:
+    for share in shares.process().persisting():
+        if share.root is root and share.has_published(name):
+            share.wait_for_persists(None)
+    newest = _newest_with(root, name)
+    if newest is not None and not newest.persistent:
+        roots.wait_until_idle()  # a dead process staged it: the drain persists it, and has no ticket here
+    for found in find.latest_first(root):
+        path = found.path_of(name)
+        if path is not None and found.persistent:
             return path
     return None
 
 
-def _path_when_persisted(root: NebulaRoot, tag: str, name: str) -> str | None:
-    share = shares.process().known(root, tag)
-    if share is not None:
-        share.wait_for_persists(None)
-    found = find.by_tag(root, tag)
-    if found is not None and share is None and not found.persistent:
-        roots.wait_until_idle()  # a dead process staged it: the drain persists it, and has no ticket here
-        found = find.by_tag(root, tag)
-    path = found.path_of(name) if found is not None and found.persistent else None
-    return path if path is not None and os.path.exists(path) else None
+def _newest_with(root: NebulaRoot, name: str) -> Found | None:
+    return next((found for found in find.latest_first(root) if name in found.names), None)
 
 
 def _handle(found: Found) -> Checkpoint:

@@ -84,6 +84,10 @@ class TagShare:
         """Whether only `commit()` seals it."""
         return self._count == BY_COMMIT
 
+    def has_published(self, file: str) -> bool:
+        """Whether this process has sealed a file of that name here."""
+        return file in self._published
+
     def save(self, file: str, count: int | None, stage: Callable[[_core.Share], _core.StageReport]) -> None:
         """Runs `stage` on the open generation, and seals it where `file` is the last of the n.
 

@@ -7,7 +7,7 @@ Must not: know what the call is for; raise into the training step (the caller's 
 from collections.abc import Callable
 from typing import Any
 
-import torch.optim.optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 _registered: set[Callable[[], None]] = set()
 
@@ -20,8 +20,8 @@ def before_each_step(call: Callable[[], None]) -> None:
     if call in _registered:
         return
 
-    def hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call()
 
-    torch.optim.optimizer.register_optimizer_step_pre_hook(hook)
+    register_optimizer_step_pre_hook(hook)
     _registered.add(call)

@@ -57,7 +57,10 @@ def test_nebula_26_a_persist_error_is_raised_at_the_flush_once(root: Path) -> No
 def test_nebula_26_a_flush_of_one_tag_raises_its_errors_and_leaves_the_others(root: Path) -> None:
     block(root, "global_step1")
     nm.Checkpoint("global_step1").save("m", 1)
-    nm.Checkpoint("global_step2").save("m", 2)
+    step_two = nm.Checkpoint("global_step2")  # ends the first
+    runtime.engine().flush()
+    with pytest.warns(SaveFailedWarning):
+        step_two.save("m", 2)
     nm.flush_persistence("global_step2")
     with pytest.raises(CheckpointError, match="global_step1"):
         nm.flush_persistence("global_step1")
@@ -76,6 +79,7 @@ def test_nebula_26_the_next_save_warns_and_does_its_own_work(root: Path) -> None
     with pytest.raises(CheckpointError, match="global_step1"):
         nm.flush_persistence()
     assert nm.get_latest_checkpoint().load("m") == 3
+    assert nm.get_checkpoint("global_step1") is None
 
 
 def test_nebula_26_a_path_that_cannot_be_is_told_by_the_getter_that_waits_for_it(root: Path) -> None:
@@ -235,8 +239,7 @@ def test_nebula_29_a_full_or_read_only_root_raises_from_neither_save_nor_commit(
         except (StorageDenied if option == "ro" else StorageFull) as error:
             print("told:", error)
         nm.flush_persistence()
-        assert nm.get_checkpoint("global_step1").load("m").eq(0).all()  # from memory
-        print(os.listdir(root))
+        assert nm.get_checkpoint("global_step1") is None  # what could not be committed is not shown
         """,
         root,
         option,
