@@ -26,6 +26,7 @@ from relight.exceptions import (
     TornSnapshot,
     WaitTimeout,
 )
+from relight.files import load, open, save, save_async
 from relight.handle import Handle, Progress
 from relight.options import Options
 from relight.state import TrainState, optional
@@ -61,7 +62,11 @@ __all__ = [
     "Verification",
     "WaitTimeout",
     "__version__",
+    "load",
+    "open",
     "optional",
+    "save",
+    "save_async",
 ]
 
 

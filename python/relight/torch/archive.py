@@ -2,7 +2,8 @@
 
 Owns: writing entries to anything with `write`, and reading an archive from anything seekable.
 Must not: be used for paths (the engine does those, in parallel and durably).
-Invariant: the bytes written are those of the engine for the same entries; every byte read is checked against its CRC-32.
+Invariant: the bytes written are those of the engine for the same entries; every byte read is checked against its
+CRC-32.
 
 Source: zip64 as in APPNOTE.TXT 6.3.10; the layout is that of docs/design/format.md.
 """
@@ -19,9 +20,8 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from relight.exceptions import CorruptCheckpoint, StorageFull
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from relight.torch.pickling import Entry
+    from typing_extensions import Buffer
 
 __all__ = ["EntryLike", "FileImage", "ImageLike", "write_archive"]
 
@@ -88,7 +88,9 @@ class FileImage:
             raise CorruptCheckpoint(f"{name}: not a whole torch.save archive ({error})", path=name) from error
         stems = {info.filename.partition("/")[0] for info in infos}
         if len(stems) != 1:
-            raise CorruptCheckpoint(f"{name}: not a torch.save archive: its entries have no common directory", path=name)
+            raise CorruptCheckpoint(
+                f"{name}: not a torch.save archive: its entries have no common directory", path=name
+            )
         self.stem = stems.pop()
         cut = len(self.stem) + 1
         stored = zipfile.ZIP_STORED
@@ -107,7 +109,8 @@ class FileImage:
             entry = self.entries[index]
             view = memoryview(target).cast("B")
             try:
-                with self._zip.open(entry.info) as source:
+                with self._zip.open(entry.info) as opened:
+                    source: Any = opened
                     source.seek(offset)
                     done = 0
                     while done < len(view):

@@ -30,7 +30,8 @@ def not_picklable(obj: object, error: Exception, try_pickle: Callable[[object], 
     """
     if isinstance(error, RecursionError):
         return NotPicklable(
-            "the state is nested too deeply to be pickled; flatten it, or raise sys.setrecursionlimit. Nothing was written"
+            "the state is nested too deeply to be pickled; flatten it, or raise sys.setrecursionlimit. Nothing was "
+            "written"
         )
     path, part, cause = _narrow(obj, error, try_pickle)
     where = f"{path} is" if path else "the object is"

@@ -48,7 +48,7 @@ def children(obj: object) -> Iterator[tuple[object, object]]:
             yield from obj.__dict__.get(name, {}).items()
         yield from ((name, value) for name, value in obj.__dict__.items() if name not in hidden)
         return
-    if isinstance(obj, type) or callable(obj) and hasattr(obj, "__code__"):
+    if isinstance(obj, type) or (callable(obj) and hasattr(obj, "__code__")):
         return
     attributes = getattr(obj, "__dict__", None)
     if isinstance(attributes, dict):

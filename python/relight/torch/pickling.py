@@ -11,8 +11,10 @@ Two passes at most. The first pickles as torch does and notes what of each stora
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
+import operator
 import pickle
 import sys
 from collections import OrderedDict
@@ -21,11 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch.storage import TypedStorage, UntypedStorage
-
 from relight.exceptions import TornSnapshot
-from relight.torch import diagnose, paths, quiet_gc, reach, safe_types
+from relight.torch import diagnose, paths, private, quiet_gc, reach, safe_types
 from relight.torch.buffers import readable_view
+from torch.storage import TypedStorage, UntypedStorage
 
 __all__ = ["Snapshot", "plan_object"]
 
@@ -37,18 +38,6 @@ _ARCHIVE_VERSION = b"3\n"
 _FORMAT_VERSION = b"0"
 _STORAGE_ALIGNMENT = b"64"
 
-# Private, and the same in torch 2.4 to 2.13: these are the names that torch.save writes into every file.
-_REBUILD_V2 = torch._utils._rebuild_tensor_v2
-_REBUILD_V3 = torch._utils._rebuild_tensor_v3
-_REBUILD_Q = torch._utils._rebuild_qtensor
-_REBUILD_TYPE = torch._tensor._rebuild_from_type_v2
-_REBUILD_PARAMETER = (torch._utils._rebuild_parameter, torch._utils._rebuild_parameter_with_state)
-
-
-# Dtypes that have a storage class of their own in the file; the others are written as bytes and a dtype.
-_TYPED = frozenset(
-    dtype for dtype in torch.storage._dtype_to_storage_type_map() if not str(dtype).startswith(("torch.q",))
-)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -82,10 +71,10 @@ class Snapshot:
         """
         for tensor, version in self.versions:
             if tensor._version != version:
-                name = paths.find(self.obj, lambda part: part is tensor)
+                name = paths.find(self.obj, functools.partial(operator.is_, tensor))
                 raise TornSnapshot(
-                    f"{name or 'a tensor'} was changed while it was being copied; do not change the state during the call "
-                    "to save, then save again"
+                    f"{name or 'a tensor'} was changed while it was being copied; do not change the state during the "
+                    "call to save, then save again"
                 )
 
 
@@ -228,7 +217,9 @@ class _TorchPickler:
             kept.forced = (dtype, typed)
         return self._mark_of(kept).pid
 
-    def _keep(self, storage: UntypedStorage, dtype: torch.dtype, typed: bool, alone: torch.dtype | None = None) -> _Kept:
+    def _keep(
+        self, storage: UntypedStorage, dtype: torch.dtype, typed: bool, alone: torch.dtype | None = None
+    ) -> _Kept:
         identity = (storage._cdata, alone)
         kept = self.kept.get(identity)
         if kept is None:
@@ -248,8 +239,7 @@ class _TorchPickler:
             kind: Any = UntypedStorage
             numel = nbytes
             if kept.typed:
-                shell = TypedStorage(wrap_storage=kept.storage, dtype=kept.dtype, _internal=True)
-                kind = getattr(torch, shell._pickle_storage_type())
+                kind = private.storage_type_of(kept.dtype)
                 numel = nbytes // _item_bytes(kept.dtype)
             # Set by torch on storages of fake tensors under skip_data.
             fake = getattr(kept.storage, "_fake_device", None)
@@ -288,7 +278,7 @@ class _TorchPickler:
         dtype = tensor.dtype
         if (
             tensor.__dict__
-            or dtype not in _TYPED
+            or dtype not in private.TYPED_DTYPES
             or tensor.layout is not torch.strided
             or tensor.device.type not in ("cpu", "cuda")
             or tensor.is_nested
@@ -302,19 +292,19 @@ class _TorchPickler:
         storage = tensor.untyped_storage()
         kept = self.kept.get((storage._cdata, None)) or self._keep(storage, dtype, True)
         offset, size, stride = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        metadata = torch._C._get_tensor_metadata(tensor)  # private: the conj and neg bits, as torch.save writes them
+        metadata = private.tensor_metadata(tensor)
         tail = (metadata,) if metadata else ()
         if not kept.typed or kept.dtype != dtype or kept.layout is not None:
-            shell = TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+            shell = private.typed_storage(storage, dtype)
             args = (shell, offset, size, stride, tensor.requires_grad, OrderedDict(), *tail)
-            return self._rewrite_strided(_REBUILD_V2, args)
+            return self._rewrite_strided(private.REBUILD_V2, args)
         if not kept.whole:
             if not offset and tensor.nbytes == kept.nbytes and tensor.is_contiguous():
                 kept.whole = True
             else:
                 self._place(kept, offset, size, stride, dtype.itemsize)
         mark = kept.mark or self._mark_of(kept)
-        return _REBUILD_V2, (mark, offset, size, stride, tensor.requires_grad, OrderedDict(), *tail)
+        return private.REBUILD_V2, (mark, offset, size, stride, tensor.requires_grad, OrderedDict(), *tail)
 
     def _reduce_tensor(self, tensor: Any) -> Any:
         if tensor is self._inner:
@@ -330,7 +320,7 @@ class _TorchPickler:
         if not isinstance(reduced, tuple):
             return reduced
         function, args, *rest = reduced
-        if function in _REBUILD_PARAMETER:
+        if function in private.REBUILD_PARAMETER:
             self._inner = args[0]
             return reduced
         try:
@@ -340,13 +330,13 @@ class _TorchPickler:
 
     def _rewrite(self, function: Any, args: Any) -> tuple[Any, Any]:
         """The same call, with the storage replaced by its mark and the place of the view in it."""
-        if function is _REBUILD_TYPE:
+        if function is private.REBUILD_TYPE:
             inner, cls, inner_args, state = args
             inner, inner_args = self._rewrite(inner, inner_args)
             return function, (inner, cls, inner_args, state)
-        if function is _REBUILD_V2 or function is _REBUILD_V3:
+        if function is private.REBUILD_V2 or function is private.REBUILD_V3:
             return self._rewrite_strided(function, args)
-        if function is _REBUILD_Q:
+        if function is private.REBUILD_QUANTIZED:
             # Takes its dtype from the storage, so the storage is written for this dtype alone; and whole, because some
             # of these dtypes have several elements in a byte.
             typed = args[0]
@@ -357,7 +347,7 @@ class _TorchPickler:
 
     def _rewrite_strided(self, function: Any, args: Any) -> tuple[Any, Any]:
         storage, offset, size, stride, requires_grad, hooks, *rest = args
-        if function is _REBUILD_V2:
+        if function is private.REBUILD_V2:
             dtype, typed, storage = storage.dtype, True, storage._untyped_storage
         else:
             dtype, typed = rest.pop(0), False
@@ -365,13 +355,13 @@ class _TorchPickler:
         offset, stride = self._place(kept, offset, size, stride, _item_bytes(dtype))
         mark = self._mark_of(kept)
         if kept.typed and kept.dtype == dtype:
-            return _REBUILD_V2, (mark, offset, size, stride, requires_grad, hooks, *rest)
+            return private.REBUILD_V2, (mark, offset, size, stride, requires_grad, hooks, *rest)
         # The storage is written under another type, or under none. v3 names the dtype; it fails on a tensor that
         # requires grad (it changes a leaf in place), so the flag is set as state afterwards.
         call = (mark, offset, size, stride, False, hooks, dtype, *rest)
         if requires_grad:
-            return _REBUILD_TYPE, (_REBUILD_V3, torch.Tensor, call, {"requires_grad": True})
-        return _REBUILD_V3, call
+            return private.REBUILD_TYPE, (private.REBUILD_V3, torch.Tensor, call, {"requires_grad": True})
+        return private.REBUILD_V3, call
 
     def _place(self, kept: _Kept, offset: Any, size: Any, stride: Any, itemsize: int) -> tuple[Any, Any]:
         if kept.layout is not None:
@@ -492,7 +482,7 @@ def _view(storage: UntypedStorage, start: int, length: int, keepalive: list[obje
 
 def _on_cpu(storage: UntypedStorage) -> UntypedStorage:
     # The copy from a device is made here, at the call: it is the state of this moment.
-    return storage if storage.device.type == "cpu" else storage.cpu()
+    return storage if storage.device.type == "cpu" else _bytes_of(storage).cpu().untyped_storage()
 
 
 def _bytes_of(storage: UntypedStorage, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

@@ -3,8 +3,8 @@
 Owns: the pause. Must not: be held over a call into the engine or into user code that waits.
 Invariant: the collector is on again afterwards if it was on before, whatever happens.
 
-Pickling 100,000 tensors makes a million tuples; the collector walks all of them again and again and finds nothing, which
-more than doubles the time.
+Pickling 100,000 tensors makes a million tuples; the collector walks all of them again and again and finds nothing,
+which more than doubles the time.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Must not: import torch, read a byte of data, know of pickles.
 Invariant: every byte that a view reaches has exactly one place in the layout, and each view stays affine (one stride
     for each dimension), so that it can be rebuilt by torch's own `set_`.
 
-All numbers are bytes. A view is `(offset, size, stride, itemsize)` with offset and stride in elements, as torch has them.
+All numbers are bytes. A view is `(offset, size, stride, itemsize)` with offset and stride in elements, as torch has
+them.
 """
 
 from __future__ import annotations

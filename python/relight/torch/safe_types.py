@@ -5,8 +5,8 @@ Owns: the published list (docs/reference/types.md, kept in step by a test); the 
 Must not: allow anything that can run code, open files or set attributes of classes, whatever its arguments are.
 Invariant: nothing that a reducer here writes needs relight to be read: plain `pickle` and `torch.load` do.
 
-numpy gets functions of our own in place of its classes: `numpy.dtype` and `numpy.ndarray` with arguments and state chosen
-by an attacker can make arrays of object pointers out of bytes.
+numpy gets functions of our own in place of its classes: `numpy.dtype` and `numpy.ndarray` with arguments and state
+chosen by an attacker can make arrays of object pointers out of bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
-
 from relight.exceptions import InvalidArgument
 
 __all__ = ["GROUPS", "allowed_globals", "portable_names", "published", "reducer_for"]
@@ -96,7 +95,18 @@ _PYTHON: Mapping[str, object] = {
 }
 
 _NUMPY_SCALARS = (
-    *("bool_", "bytes_", "str_", "datetime64", "timedelta64", "float16", "float32", "float64", "complex64", "complex128"),
+    *(
+        "bool_",
+        "bytes_",
+        "str_",
+        "datetime64",
+        "timedelta64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ),
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
 )
 _NUMPY_GENERATORS = {
@@ -147,7 +157,7 @@ def _torch_table() -> Mapping[str, object]:
 
 
 def published() -> Mapping[str, Mapping[str, object]]:
-    """What relight allows beside what torch's weights-only loader allows, by group: name in the pickle, what is made."""
+    """What relight allows beside torch's own list, by group: the name in the pickle and what is made of it."""
     return {"python": _PYTHON, "numpy": _numpy_table(), "torch": _torch_table()}
 
 
@@ -166,13 +176,16 @@ def allowed_globals(allow: Iterable[object] = ()) -> dict[str, object]:
     table: dict[str, object] = dict(_get_allowed_globals())
     for group in published().values():
         table.update(group)
-    for item in torch.serialization.get_safe_globals():
-        table.update([_named(item)])
+    table.update(_named(item) for item in torch.serialization.get_safe_globals())
     if isinstance(allow, (str, bytes)):
         raise InvalidArgument(f"allow={allow!r} is one name; give a list of names, as allow=[{allow!r}]")
-    for item in allow:
-        table.update([_named(item)])
+    table.update(_named(item) for item in allow)
     return table
+
+
+def as_torch_globals(allow: Iterable[object]) -> list[Any]:
+    """`allow` in the form that torch.serialization.safe_globals takes."""
+    return [_find(item) if isinstance(item, str) else item for item in allow]
 
 
 def _named(item: object) -> tuple[str, object]:
@@ -198,7 +211,9 @@ def _find(name: str) -> object:
             found = getattr(found, part, None)
         if found is not None:
             return found
-    raise InvalidArgument(f"allow has {name!r}, and there is nothing of this name; give its full name, as package.module.Class")
+    raise InvalidArgument(
+        f"allow has {name!r}, and there is nothing of this name; give its full name, as package.module.Class"
+    )
 
 
 # ---- numpy, loading ----
@@ -235,7 +250,8 @@ def check_dtype_state(dtype: Any, state: Any) -> None:
     order, parts = (state[1], state[2:5]) if isinstance(state, tuple) and len(state) >= 5 else (None, None)
     if order not in ("|", "=", native) or parts != (None, None, None) or dtype.kind in "mMV":
         raise pickle.UnpicklingError(
-            f"numpy dtype {dtype} in the form of numpy itself, of another byte order or with parts, needs weights_only=False"
+            f"numpy dtype {dtype} in the form of numpy itself, of another byte order or with parts, needs "
+            "weights_only=False"
         )
 
 
@@ -308,7 +324,7 @@ def _reduce_array(obj: Any) -> Any:
     spec: Any = dtype.str
     if dtype.fields is not None:
         spec = dtype.descr
-    if dtype.kind == "V" and dtype.fields is None or np.dtype(spec) != dtype:
+    if (dtype.kind == "V" and dtype.fields is None) or np.dtype(spec) != dtype:
         return NotImplemented
     order: Literal["C", "F"] = "F" if obj.flags.f_contiguous and not obj.flags.c_contiguous else "C"
     return np.ndarray, (obj.shape, spec, bytearray(obj.tobytes(order)), 0, None, order)

@@ -2,11 +2,12 @@
 
 Owns: the opcodes of pickle protocols 2 to 5, and which of them may touch which objects.
 Must not: import a module or look a name up outside its table; set an attribute of a class or a function.
-Invariant: a callable is called only if it came from the table, and only instances of classes in the table are given state.
+Invariant: a callable is called only if it came from the table, and only instances of classes in the table are given
+state.
 
-The rules are those of torch's `_weights_only_unpickler`, which is private, differs between torch versions and takes twice
-the time: GLOBAL looks into the table; REDUCE and NEWOBJ take only what the table holds; BUILD, APPEND and SETITEM take only
-kinds that cannot be a class or a function. Memo, frames and marks are as in the standard library's `pickle`.
+The rules are those of torch's `_weights_only_unpickler`, which is private, differs between torch versions and takes
+twice the time: GLOBAL looks into the table; REDUCE and NEWOBJ take only what the table holds; BUILD, APPEND and SETITEM
+take only kinds that cannot be a class or a function. Memo, frames and marks are as in the standard library's `pickle`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from pickle import UnpicklingError, decode_long
 from typing import Any
 
 import torch
-from torch._utils import IMPORT_MAPPING, NAME_MAPPING  # names of Python 2, which protocol 2 writes; in torch 2.4 to 2.13
-
-from relight.torch import safe_types
+from relight.torch import private, safe_types
+from torch._utils import (  # names of Python 2, which protocol 2 writes; in torch 2.4 to 2.13
+    IMPORT_MAPPING,
+    NAME_MAPPING,
+)
 
 __all__ = ["Refused", "SafeUnpickler"]
 
@@ -89,7 +92,9 @@ class SafeUnpickler:
                     return self._stack.pop()
                 dispatch[code](self)
         except (KeyError, IndexError, struct.error, UnicodeDecodeError) as error:
-            raise UnpicklingError(f"the pickle is damaged or has an operation that is not supported: {error!r}") from error
+            raise UnpicklingError(
+                f"the pickle is damaged or has an operation that is not supported: {error!r}"
+            ) from error
 
     # ---- names and calls ----
 
@@ -135,7 +140,7 @@ class SafeUnpickler:
         result = function(*args)
         self._stack[-1] = result
         if function in torch._tensor_classes and "sparse" in function.__module__:
-            torch._utils._sparse_tensors_to_validate.append(result)  # as torch does: checked when all data is there
+            private.sparse_to_validate().append(result)
 
     def _load_newobj(self) -> None:
         args = self._stack.pop()
@@ -156,7 +161,7 @@ class SafeUnpickler:
             raise UnpicklingError(f"an object of {cls!r} is made, which is not on the list")
         result = cls.__new__(cls, *args, **kwargs)
         if cls in torch._tensor_classes and "sparse" in cls.__module__:
-            torch._utils._sparse_tensors_to_validate.append(result)
+            private.sparse_to_validate().append(result)
         self._stack.append(result)
 
     def _load_build(self) -> None:
@@ -232,7 +237,9 @@ class SafeUnpickler:
 
     def _update(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if type(target) not in _SETITEM_TYPES and not (isinstance(target, dict) and id(type(target)) in self._callables):
+        if type(target) not in _SETITEM_TYPES and not (
+            isinstance(target, dict) and id(type(target)) in self._callables
+        ):
             if type(target) is Refused:
                 return
             raise UnpicklingError(f"items are set in a {type(target).__qualname__}")

@@ -2,10 +2,12 @@
 
 Owns: how storages get their bytes (read at once, or mapped), where they go (`map_location`), what may be made.
 Must not: write, know of tags, change an object of the caller.
-Invariant: with `weights_only` nothing is made that is not on the published list or named by the caller; every byte that is
+Invariant: with `weights_only` nothing is made that is not on the published list or named by the caller; every byte that
+is
     read is verified (a mapped byte is not: it is read when it is used).
 
-Source: `torch.serialization._load` of torch 2.4 to 2.13, whose rules for locations, byte order and sparse tensors these are.
+Source: `torch.serialization._load` of torch 2.4 to 2.13, whose rules for locations, byte order and sparse tensors these
+are.
 """
 
 from __future__ import annotations
@@ -20,13 +22,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.storage import TypedStorage, UntypedStorage
-
 from relight.exceptions import CorruptCheckpoint, InvalidArgument, ObjectNotAllowed
-from relight.torch import paths, quiet_gc, safe_types
+from relight.torch import paths, private, quiet_gc, safe_types
 from relight.torch.archive import ImageLike
 from relight.torch.buffers import writable_view
 from relight.torch.safe_unpickler import Refused, SafeUnpickler
+from torch.storage import TypedStorage, UntypedStorage
 
 __all__ = ["MapLocation", "load_image", "load_leniently"]
 
@@ -47,7 +48,8 @@ def load_image(
 
     Args:
         map_location: as in torch.load: a device, a dict or a function (storage, location) -> storage or None.
-        weights_only: make only what is on the published list (docs/reference/types.md) or in `allow`. False runs whatever
+        weights_only: make only what is on the published list (docs/reference/types.md) or in `allow`. False runs
+        whatever
             code the file holds: only for files that you trust.
         mmap: back the tensors by a private copy-on-write mapping of the file instead of reading it. Their bytes are not
             verified. An image in the memory tier is read in any case.
@@ -66,7 +68,7 @@ def load_image(
             result = _load_safely(reader, allow)
         else:
             result = _load_trusting(reader, pickle_module or pickle, encoding)
-        torch._utils._validate_loaded_sparse_tensors()  # private, as torch.load: checks what was rebuilt unchecked
+        private.validate_sparse()
     return result
 
 
@@ -78,7 +80,7 @@ def load_leniently(image: ImageLike, *, mmap: bool, allow: Iterable[object] = ()
             reader.pickle, table=safe_types.allowed_globals(allow), persistent_load=reader.persistent_load, lenient=True
         )
         result = unpickler.load()
-        torch._utils._validate_loaded_sparse_tensors()
+        private.validate_sparse()
     return result
 
 
@@ -102,15 +104,15 @@ def _refusal(reader: _Reader, table: dict[str, object], error: Exception) -> Exc
     except (pickle.UnpicklingError, TypeError, ValueError, AttributeError, RuntimeError):
         result = None
     finally:
-        torch._utils._sparse_tensors_to_validate.clear()
+        private.sparse_to_validate().clear()
     if not unpickler.refused:
         return CorruptCheckpoint(f"{path}: {error}", path=path)
     where = [f"{at or 'the object'} ({part.name})" for at, part in paths.walk(result) if type(part) is Refused]
     places = f" at {', '.join(where[:5])}{' and more' if len(where) > 5 else ''}" if where else ""
     names = unpickler.refused
     return ObjectNotAllowed(
-        f"{path}: holds {', '.join(names)}{places}, which is not on the list of what loading makes unasked. If you trust the "
-        f"file, pass allow={names!r} or weights_only=False; relight.open gives its tensors without either",
+        f"{path}: holds {', '.join(names)}{places}, which is not on the list of what loading makes unasked. If you "
+        f"trust the file, pass allow={names!r} or weights_only=False; relight.open gives its tensors without either",
         path=path,
         name=names[0],
     )
@@ -121,7 +123,7 @@ def _load_trusting(reader: _Reader, pickle_module: Any, encoding: str) -> Any:
         def find_class(self, module: str, name: str) -> Any:
             if "Storage" in name:
                 try:
-                    return torch.serialization.StorageType(name)  # private, as torch.load: a dtype, not a storage
+                    return private.storage_type(name)
                 except KeyError:
                     pass  # some other class with that word in its name
             return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
@@ -142,8 +144,7 @@ class _Reader:
         self._index = {entry.name: number for number, entry in enumerate(image.entries)}
         self._check_kind()
         self._cpu_only = cpu_only
-        # Private, in torch 2.4 to 2.13: the rules of map_location, and the packages that users register.
-        self._restore = torch.serialization._get_restore_location(map_location)
+        self._restore = private.restore_location(map_location)
         self._meta = isinstance(map_location, (str, torch.device)) and torch.device(map_location).type == "meta"
         self._fake = torch._guards.detect_fake_mode(None) is not None
         self._swap = self._is_other_byte_order()
@@ -181,7 +182,7 @@ class _Reader:
         raw: dict[str, UntypedStorage] = {}
         targets = []
         for number, entry in self._data():
-            storage = raw[entry.name[5:]] = UntypedStorage(entry.length)
+            storage = raw[entry.name[5:]] = private.new_storage(entry.length)
             targets.append((number, 0, writable_view(storage)))
         self.image.read_into(targets)
         return raw
@@ -216,19 +217,19 @@ class _Reader:
         dtype: torch.dtype = torch.uint8 if kind is UntypedStorage else kind.dtype
         nbytes = numel * dtype.itemsize
         storage: Any = self._place(self._bytes(key, nbytes), dtype, location)
-        typed = TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        typed: TypedStorage = private.typed_storage(storage, dtype)
         self._loaded[key] = typed
         return typed
 
     def _bytes(self, key: str, nbytes: int) -> UntypedStorage:
         if self._meta or self._fake:
-            storage = UntypedStorage(nbytes, device="meta")
+            storage = private.new_storage(nbytes, "meta")
             number = self._index.get(f"data/{key}")
             if number is not None:
                 storage._checkpoint_offset = self.image.entries[number].offset
             return storage
         if not nbytes:
-            return UntypedStorage(0)
+            return private.new_storage(0)
         raw = self._raw.pop(key, None)
         if raw is None or raw.nbytes() < nbytes:
             have = 0 if raw is None else raw.nbytes()
@@ -238,7 +239,8 @@ class _Reader:
 
     def _place(self, storage: UntypedStorage, dtype: torch.dtype, location: str) -> Any:
         if self._swap and not (self._meta or self._fake):
-            storage.byteswap(dtype)
+            swap: Any = storage.byteswap
+            swap(dtype)
         if self._meta or self._cpu_only:
             return storage
         if self._fake:
