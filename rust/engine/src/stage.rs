@@ -366,3 +366,6 @@ pub(crate) fn in_parallel<T: Send>(
         Ok(())
     })
 }
+
+#[cfg(test)]
+mod tests;
