@@ -1,5 +1,6 @@
 //! An image gives out the bytes that were written, or says which are not.
 #![allow(missing_docs)]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on stops")]
 
 use std::cell::Cell;
 use std::path::Path;
