@@ -7,6 +7,7 @@ engine as complete, whatever seals it.
 """
 
 import logging
+import os
 import sys
 import threading
 import warnings
@@ -251,6 +252,9 @@ class TagShare:
         self._sealed = False
         self._books.unsealed.pop(self, None)
         self._forget_committed()
+        for other in list(self._books.unsealed):
+            if other.root is self.root:
+                other.give_up_if_failed(self.tag)
         if self.by_commit and replaced and not self._warned_replaced:
             self._warned_replaced = True
             warnings.warn(
@@ -260,9 +264,32 @@ class TagShare:
                 stacklevel=4,
             )
 
+    def give_up_if_failed(self, newer: str) -> None:
+        """Frees what is staged beside a failed save once a newer tag is complete: no client goes back to repeat it, and its
+        memory would never be given back. Should one do so all the same, it must save every file again."""
+        # Not waited for: its owner may be waiting for the lock of the newer tag, whose thread this is.
+        if not self._failed or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self._open is not None and self._failed:
+                logger.warning("%s is given up: a save of it failed, and %s is complete now", self.tag, newer)
+                self._open.abandon()
+                self._open = None
+                self._failed |= self._staged
+                self._staged = set()
+                self._reports = []
+                self._books.unsealed.pop(self, None)
+        finally:
+            self.lock.release()
+
     def _names_before(self) -> Iterable[str]:
-        # Read only here, where -2 might replace what another process left.
-        found = find.by_tag(self.root, self.tag)
+        """What another process left under this tag, for a warning: no reason to fail or to delay a commit."""
+        if self.root.path is None or self._published or not os.path.isdir(self.root.directory_of(self.tag)):
+            return []
+        try:
+            found = find.by_tag(self.root, self.tag)
+        except CheckpointError:
+            return []
         return [] if found is None else found.names
 
     def warn_of_failed_persists(self) -> None:

@@ -109,14 +109,16 @@ def test_an_engine_in_the_manner_of_deepspeeds_saves_and_loads(start, root: Path
         import torch_nebula
 
         root, save_dir, what = sys.argv[1:]
-        torch_nebula.init(**{"persistent_storage_path": root, "persistent_time_interval": 100, "num_of_version_in_retention": 2})
+        settings = {"persistent_time_interval": 100, "num_of_version_in_retention": 2}
+        torch_nebula.init(persistent_storage_path=root, **settings)
 
         def save(tag, step):
             os.makedirs(os.path.join(save_dir, tag), exist_ok=True)
             for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
                 path = os.path.join(save_dir, tag, name)
                 torch.save("", path)
-                torch_nebula.Checkpoint(tag, -2).save(os.path.basename(path), {"name": name, "w": torch.full((50,), step)})
+                state = {"name": name, "w": torch.full((50,), step)}
+                torch_nebula.Checkpoint(tag, -2).save(os.path.basename(path), state)
             assert torch_nebula.Checkpoint(tag, -2).commit()
             with open(os.path.join(save_dir, "latest"), "w") as file:
                 file.write(tag)

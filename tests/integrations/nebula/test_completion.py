@@ -389,3 +389,22 @@ def test_handles_with_different_counts_take_the_stricter_one(root: Path, visible
     assert visible(root) == []
     assert nm.Checkpoint("global_step1").commit()
     assert visible(root) == ["global_step1"]
+
+
+def test_a_failed_tag_gives_its_memory_back_once_a_newer_one_is_complete(root: Path) -> None:
+    """Guards: a client that goes on after each failed save filled the memory tier with files that nobody could complete."""
+    failed = nm.Checkpoint("global_step1", -2)
+    failed.save("a", torch.zeros(1 << 18))
+    with pytest.raises(NotPicklable):
+        failed.save("b", lambda: None)
+    assert failed.commit() is False
+    nm.Checkpoint("global_step2", 1).save("a", 2)
+    nm.flush_persistence()
+    assert json.loads(runtime.engine().memory())["used_bytes"] < 1 << 20
+    failed.save("b", 1)  # a late repetition of the failed file alone must not complete half of the tag
+    assert failed.commit() is False
+    assert nm.get_checkpoint("global_step1") is None
+    failed.save("a", 1)
+    assert failed.commit() is True
+    found = nm.get_checkpoint("global_step1")
+    assert (found.load("a"), found.load("b")) == (1, 1)
