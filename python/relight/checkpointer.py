@@ -163,22 +163,21 @@ class Checkpointer:
             snapshots += plan_parts([finish(left_out)], name)
         if not snapshots:
             raise InvalidArgument(f"there is nothing to save under {name}; give a state or files={{...}}", tag=name)
-        with runtime.refuse_reentry(f"the save of {name}"):
-            share = self._root.begin(
-                name,
-                step=number,
-                rank=self._world.rank,
-                world_size=self._world.world_size,
-                meta=facts,
-                best=bool(best),
-                keep=self._keep,
-            )
-            try:
-                reports = self._stage(share, snapshots)
-                ticket = share.seal()
-            except BaseException:
-                share.abandon()
-                raise
+        share = self._root.begin(
+            name,
+            step=number,
+            rank=self._world.rank,
+            world_size=self._world.world_size,
+            meta=facts,
+            best=bool(best),
+            keep=self._keep,
+        )
+        try:
+            reports = self._stage(share, snapshots)
+            ticket = share.seal()
+        except BaseException:
+            share.abandon()
+            raise
         stall_s = time.perf_counter() - started
         handle = self._handle(ticket, name, [file for file, _ in snapshots], reports, stall_s)
         _log_save(handle, reports)

@@ -21,18 +21,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from relight.exceptions import CommitConflict, EngineClosed, InvalidArgument
+from relight.exceptions import EngineClosed, InvalidArgument
 from relight.options import Options
 
 if TYPE_CHECKING:
     from relight import _core
     from relight.handle import Handle
 
-__all__ = ["check_fork", "close", "engine", "refuse_reentry", "started"]
+__all__ = ["check_fork", "close", "engine", "started"]
 
 logging.getLogger("relight").addHandler(logging.NullHandler())  # quiet unless the application asks
 _log = logging.getLogger("relight.engine")
@@ -57,12 +55,10 @@ class _State:
         self.unfinished: list[Handle] = []  # of engines that were closed before their saves had ended
         self.exit_hooks = False
         self.exiting = False
-        self.in_copy = threading.local()
 
 
 _state = _State()
 _forked_from: int | None = None  # the process whose engine this forked child may not use
-_kept: list[object] = []  # a forked child keeps the parent's engine: dropping it would join threads that are not there
 
 
 def started() -> bool:
@@ -161,30 +157,6 @@ def close(timeout_s: float | None = None) -> bool:
         thread.join(_JOIN_TIMEOUT_S)
     _settle(state)
     return drained
-
-
-@contextmanager
-def refuse_reentry(what: str) -> Iterator[None]:
-    """Marks the part of a save in which the engine copies, and refuses a second one inside it on the same thread.
-
-    Only a signal handler gets there: the engine looks for signals while it waits for room in memory. Waiting for room
-    inside that wait could wait for ever, so the inner save is refused at once.
-
-    Raises:
-        CommitConflict: this thread is already inside such a part.
-    """
-    marks = _state.in_copy
-    if getattr(marks, "what", None) is not None:
-        raise CommitConflict(
-            f"{what} was called by a signal handler in the middle of {marks.what}; set a flag in the handler and save "
-            "in the training loop",
-            retryable=True,
-        )
-    marks.what = what
-    try:
-        yield
-    finally:
-        marks.what = None
 
 
 # ---- handles ----
@@ -291,9 +263,7 @@ def _forget_in_child() -> None:
     old = _state
     if old.engine is not None or old.starting:
         _forked_from = old.pid
-    if _forked_from is not None:
-        # Never dropped: dropping would join threads that do not exist here.
-        _kept.extend((old.engine, old))
+    # The engine's own objects know their process: in a child they are dropped without a look at threads or locks.
     _state = _State()
 
 
