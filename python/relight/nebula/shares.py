@@ -265,8 +265,8 @@ class TagShare:
             )
 
     def give_up_if_failed(self, newer: str) -> None:
-        """Frees what is staged beside a failed save once a newer tag is complete: no client goes back to repeat it, and its
-        memory would never be given back. Should one do so all the same, it must save every file again."""
+        """Frees what is staged beside a failed save once a newer tag is complete: no client goes back to repeat it, and
+        its memory would never be given back. Should one do so all the same, it must save every file again."""
         # Not waited for: its owner may be waiting for the lock of the newer tag, whose thread this is.
         if not self._failed or not self.lock.acquire(blocking=False):
             return

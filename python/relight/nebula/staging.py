@@ -6,7 +6,7 @@ Must not: be imported before an object is saved or loaded (it brings torch).
 
 from typing import Any, Final
 
-from relight import _core, runtime
+from relight import _core
 from relight.options import Options
 from relight.parts import others_run, stem_of
 from relight.torch import pickling, unpickling
@@ -24,8 +24,7 @@ def stage(share: _core.Share, file: str, obj: object) -> _core.StageReport:
     compare = check == "compare" or (check == "auto" and others_run())
     stem = _stem_of(file)
     snapshot = pickling.plan_object(obj, stem=stem)
-    with runtime.refuse_reentry(f"the save of {file} under {share.tag}"):
-        report = share.stage(file, snapshot.entries, stem=stem, compare=compare)
+    report = share.stage(file, snapshot.entries, stem=stem, compare=compare)
     snapshot.check_torn()
     return report
 

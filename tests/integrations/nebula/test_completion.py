@@ -392,7 +392,7 @@ def test_handles_with_different_counts_take_the_stricter_one(root: Path, visible
 
 
 def test_a_failed_tag_gives_its_memory_back_once_a_newer_one_is_complete(root: Path) -> None:
-    """Guards: a client that goes on after each failed save filled the memory tier with files that nobody could complete."""
+    """Guards: a client that goes on after each failed save filled the memory tier with files of no use to anybody."""
     failed = nm.Checkpoint("global_step1", -2)
     failed.save("a", torch.zeros(1 << 18))
     with pytest.raises(NotPicklable):
