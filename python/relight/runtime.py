@@ -224,7 +224,7 @@ def _close_at_exit_of_this_process() -> None:
 
 def _close_at_exit() -> None:
     state = _state
-    if state.engine is None or state.exiting or _forked_from is not None:
+    if state.exiting or _forked_from is not None:
         return
     state.exiting = True
     limit_s = (state.options or Options()).close_timeout_s

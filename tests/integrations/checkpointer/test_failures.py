@@ -19,7 +19,7 @@ def test_bl_074_one_failed_save_costs_no_other_and_retention_does_not_trip(root:
             failed = ckpt.save(2, values(2))
             assert failed.wait()
             with pytest.warns(
-                relight.SaveFailedWarning, match="an earlier save failed: global_step2: .*global_step3 is"
+                relight.SaveFailedWarning, match=r"an earlier save failed: global_step2: .*global_step3 is"
             ):
                 ckpt.save(3, values(3)).result()
             with warnings.catch_warnings():

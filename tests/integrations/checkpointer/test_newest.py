@@ -160,9 +160,9 @@ def test_bl_097_resume_takes_the_older_one_and_names_the_damaged(
             assert ckpt.resume(relight.TrainState(model=model)) == 200
         assert fill_of(model) == 200
         assert "global_step300" in caplog.text
-        with pytest.raises((relight.CorruptCheckpoint, relight.CheckpointNotFound), match="global_step300|model.pt"):
+        with pytest.raises((relight.CorruptCheckpoint, relight.CheckpointNotFound), match=r"global_step300|model.pt"):
             ckpt.resume(relight.TrainState(model=model), tag=300)
-        with pytest.raises((relight.CorruptCheckpoint, relight.CheckpointNotFound), match="global_step300|model.pt"):
+        with pytest.raises((relight.CorruptCheckpoint, relight.CheckpointNotFound), match=r"global_step300|model.pt"):
             ckpt.load(300, "model.pt")
         assert fill_of(model) == 200
 
@@ -250,7 +250,10 @@ def test_bl_191_a_late_component_gets_its_state_even_if_the_checkpoint_is_delete
 
 
 def test_resume_takes_a_train_state_only(root: Path) -> None:
-    with relight.Checkpointer(root) as ckpt, pytest.raises(relight.InvalidArgument, match="takes a relight.TrainState"):
+    with (
+        relight.Checkpointer(root) as ckpt,
+        pytest.raises(relight.InvalidArgument, match=r"takes a relight.TrainState"),
+    ):
         ckpt.resume(model_of(0))  # type: ignore[arg-type]
 
 

@@ -47,9 +47,9 @@ def test_several_objects_are_several_files(root: Path) -> None:
         assert found is not None
         assert {file.name for file in found.files} == {"state.pt", "ema.pt", "notes/of mine.pt"}
         ckpt.save(2, files={"a.pt": 1, "b.pt": 2})
-        with pytest.raises(relight.InvalidArgument, match="has the files a.pt, b.pt; say which with file="):
+        with pytest.raises(relight.InvalidArgument, match=r"has the files a.pt, b.pt; say which with file="):
             ckpt.load(2)
-        with pytest.raises(relight.CheckpointNotFound, match="has no file 'c.pt'; it has a.pt, b.pt"):
+        with pytest.raises(relight.CheckpointNotFound, match=r"has no file 'c.pt'; it has a.pt, b.pt"):
             ckpt.load(2, "c.pt")
 
 
