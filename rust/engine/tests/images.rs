@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use relight_engine::clock::SystemClock;
 use relight_engine::disk::{Disk, PosixDisk};
-use relight_engine::image::{FOREIGN_ZIP, FillTarget, Image, LEGACY, ReadOptions};
+use relight_engine::image::{COMPRESSED, FOREIGN_ZIP, FillTarget, Image, LEGACY, ReadOptions};
 use relight_engine::wait::never;
 use relight_engine::{Error, ErrorKind};
 use relight_format::crc::crc32;
@@ -175,6 +175,35 @@ fn a_flipped_byte_is_corrupt_and_the_error_says_where() {
         assert!(error.message.contains("chunk at offset"), "{}", error.message);
         assert_eq!(verify(&image).len(), 3, "entry, chunk and file");
     }
+}
+
+/// Guards: two buffers for one entry, neither of them checked.
+#[test]
+fn an_entry_that_is_read_twice_at_once_is_checked_twice() {
+    let mut bytes = archive(&contents());
+    let parts = [(2, 0, 5_000_001), (2, 17, 5), (2, 0, 5_000_001)];
+    let read = read_parts(&open(&bytes, None).unwrap(), &parts, 2).unwrap();
+    assert!(read[0] == contents()[2].1 && read[1] == contents()[2].1[17..22] && read[2] == read[0]);
+    let at = open(&bytes, None).unwrap().entries()[2].data_offset as usize;
+    bytes[at + 4_500_000] ^= 1;
+    assert_eq!(read_parts(&open(&bytes, None).unwrap(), &parts, 2).unwrap_err().kind, ErrorKind::Corrupt);
+}
+
+#[test]
+fn an_entry_that_a_foreign_tool_compressed_is_listed_and_refused_by_name() {
+    let mut bytes = archive(&contents());
+    let entry = open(&bytes, None).unwrap().entries()[6].clone();
+    let central = bytes.len() - 22 - 20 - 56 - 46 - "model/version".len();
+    assert_eq!(bytes[central..][..4], *b"PK\x01\x02");
+    bytes[entry.header_offset as usize + 8] = 8; // deflate
+    bytes[central + 10] = 8;
+    let image = open(&bytes, None).unwrap();
+    assert!(!image.entries()[6].stored && image.entries()[2].stored);
+    for error in [image.read(6).unwrap_err(), read_parts(&image, &[(6, 0, 1)], 1).unwrap_err()] {
+        assert_eq!(error.kind, ErrorKind::InvalidArgument);
+        assert!(error.message.contains("version") && error.message.contains(COMPRESSED), "{error}");
+    }
+    assert_eq!(image.read(2).unwrap(), contents()[2].1);
 }
 
 /// Guards: a part of an entry is taken as good because a part of the same chunk was.

@@ -140,24 +140,24 @@ impl Image {
         let mut units: BTreeMap<Unit, Vec<Piece<'b>>> = BTreeMap::new();
         let mut wholes = Vec::new();
         let mut sum_count = 0;
-        for (index, mut list) in by_entry {
-            list.sort_by_key(|target| (target.offset, target.buffer.len()));
+        for (index, list) in by_entry {
             let entry = &self.archive.entries[index];
-            let whole = tiles(&list, entry.len);
-            let mut sums = Vec::new();
-            for target in list {
-                for piece in split(entry.data_offset + target.offset, target.buffer) {
-                    if whole {
-                        sums.push((sum_count, piece.buffer.len() as u64));
-                        pieces.push(Piece { sum: Some(sum_count), ..piece });
-                        sum_count += 1;
-                    } else {
-                        self.add_part(index, piece, &mut pieces, &mut units);
+            for (set, whole) in sets(list, entry.len) {
+                let mut sums = Vec::new();
+                for target in set {
+                    for piece in split(entry.data_offset + target.offset, target.buffer) {
+                        if whole {
+                            sums.push((sum_count, piece.buffer.len() as u64));
+                            pieces.push(Piece { sum: Some(sum_count), ..piece });
+                            sum_count += 1;
+                        } else {
+                            self.add_part(index, piece, &mut pieces, &mut units);
+                        }
                     }
                 }
-            }
-            if whole {
-                wholes.push(Whole { entry: index, sums });
+                if whole {
+                    wholes.push(Whole { entry: index, sums });
+                }
             }
         }
         let bytes = targets.iter().map(|target| target.buffer.len() as u64).sum();
@@ -234,8 +234,21 @@ impl Image {
     }
 }
 
-/// Whether the targets, sorted, cover 0..len exactly once.
+/// One entry's targets in sets, each with whether it is all of the entry: then it is checked as a whole.
+fn sets<'t, 'b>(targets: Vec<&'t FillTarget<'b>>, len: u64) -> Vec<(Vec<&'t FillTarget<'b>>, bool)> {
+    // The same entry may be wanted twice; each copy of all of it is a set of its own.
+    let (complete, mut rest): (Vec<&FillTarget<'b>>, Vec<_>) =
+        targets.into_iter().partition(|target| target.buffer.len() as u64 == len);
+    rest.sort_by_key(|target| target.offset);
+    let tiled = tiles(&rest, len);
+    complete.into_iter().map(|target| (vec![target], true)).chain([(rest, tiled)]).collect()
+}
+
+/// Whether the targets, sorted, cover 0..len exactly once; no targets cover nothing.
 fn tiles(targets: &[&FillTarget<'_>], len: u64) -> bool {
+    if targets.is_empty() {
+        return false;
+    }
     let mut end = 0;
     for target in targets {
         if target.offset != end {
