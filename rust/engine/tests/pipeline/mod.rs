@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use relight_engine::clock::{Clock, SystemClock};
 use relight_engine::disk::Disk;
+use relight_engine::drain::DrainedRegion;
 use relight_engine::engine::{Engine, EngineOptions};
 use relight_engine::image::Image;
 use relight_engine::plan::{ImagePlan, Piece, PlanEntry};
@@ -123,4 +124,16 @@ pub fn committed(ticket: &Ticket) -> bool {
 
 pub fn tags(root: &Root) -> Vec<String> {
     root.list().unwrap().into_iter().map(|listed| listed.tag).collect()
+}
+
+/// Drains until the thread of a dropped engine has let its region go.
+pub fn drain_until_found(engine: &Engine) -> Vec<DrainedRegion> {
+    for _ in 0..10_000 {
+        let found = engine.drain();
+        if !found.is_empty() {
+            return found;
+        }
+        std::thread::yield_now();
+    }
+    panic!("no region of a dead process is found");
 }
