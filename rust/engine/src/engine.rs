@@ -20,7 +20,7 @@ use crate::memory::Room;
 use crate::plan::ImagePlan;
 use crate::report::MemoryReport;
 use crate::root::{RootOptions, RootStore};
-use crate::save_file::{MemoryKind, SaveOptions, StageReport, check_chunk_bytes, save_file, seconds_since};
+use crate::save_file::{MemoryKind, SaveOptions, StageReport, check_chunk_bytes, check_target, save_file, seconds_since};
 use crate::staged::{Entry, Fate, Purpose, Staged, StagedImage};
 use crate::tags::Root;
 use crate::ticket::Ticket;
@@ -384,6 +384,7 @@ pub(crate) fn memory_error(cause: relight_io::arena::ArenaError) -> Error {
 
 /// The absolute path that a save to `path` replaces: links resolved, the last name too where it exists.
 fn target_of(disk: &dyn Disk, path: &Path) -> Result<PathBuf> {
+    check_target(disk, path)?;
     if let Ok(resolved) = disk.canonical(path) {
         return Ok(resolved);
     }

@@ -11,7 +11,7 @@ use relight_io::copy;
 use serde::Serialize;
 
 use crate::clock::Clock;
-use crate::disk::Disk;
+use crate::disk::{Disk, EntryKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::plan::ImagePlan;
 use crate::publish::PendingFile;
@@ -98,6 +98,7 @@ pub fn save_file(
     interrupt: Interrupt<'_>,
 ) -> Result<StageReport> {
     check_chunk_bytes(options.chunk_bytes)?;
+    check_target(disk.as_ref(), path)?;
     let started = clock.monotonic();
     let mut file = PendingFile::for_path(disk, path)?;
     let target = file.target().to_path_buf();
@@ -122,6 +123,18 @@ pub fn save_file(
         streamed: true,
         memory: MemoryKind::None,
     })
+}
+
+/// Refuses what a rename would destroy: a directory, a device (`/dev/null`), a pipe.
+pub(crate) fn check_target(disk: &dyn Disk, path: &Path) -> Result<()> {
+    let what = match disk.metadata(path).map(|found| found.kind) {
+        Ok(EntryKind::Directory) => "a directory",
+        Ok(EntryKind::Other) => "no plain file",
+        // A new name, or an error that the creation of the file will meet too and say better.
+        Ok(EntryKind::File | EntryKind::Dangling) | Err(_) => return Ok(()),
+    };
+    let text = format!("cannot save to {}: it is {what}; give the path of a file", path.display());
+    Err(Error::new(ErrorKind::InvalidArgument, text).at(path))
 }
 
 pub(crate) fn check_chunk_bytes(chunk_bytes: u64) -> Result<()> {
