@@ -110,8 +110,7 @@ def save_async(
     snapshot = plan_object(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol, stem=stem)
     check = Options().torn_check
     compare = check == "compare" or (check == "auto" and others_run())
-    with runtime.refuse_reentry(f"save_async to {name}"):
-        report, ticket = engine.stage_file(name, snapshot.entries, stem=stem, compare=compare)
+    report, ticket = engine.stage_file(name, snapshot.entries, stem=stem, compare=compare)
     handle = Handle(
         ticket, path=name, files=[os.path.basename(name)], reports=[report], stall_s=time.monotonic() - started
     )

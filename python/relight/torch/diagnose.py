@@ -8,6 +8,7 @@ Invariant: what it names is a part that fails alone, with no smaller part that d
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 
 from relight.exceptions import NotPicklable
@@ -69,8 +70,8 @@ def _parts(part: object) -> Iterator[tuple[object, object]]:
         if isinstance(part, dict):
             yield from ((f"<key {key!r}>", key) for key in part if not isinstance(key, (str, int)))
     reduce = getattr(part, "__reduce_ex__", None)
-    if isinstance(part, type) or reduce is None:
-        return
+    if isinstance(part, (type, weakref.ReferenceType)) or reduce is None:
+        return  # a weak method is made of weak references, which is no name of the user's
     try:
         reduced = reduce(2)
     except PICKLE_ERRORS:

@@ -348,7 +348,8 @@ class _TorchPickler:
     def _rewrite_strided(self, function: Any, args: Any) -> tuple[Any, Any]:
         storage, offset, size, stride, requires_grad, hooks, *rest = args
         if function is private.REBUILD_V2:
-            dtype, typed, storage = storage.dtype, True, storage._untyped_storage
+            # A dtype without a storage class (int4) is one that torch.save cannot write; v3 can.
+            dtype, typed, storage = storage.dtype, storage.dtype in private.TYPED_DTYPES, storage._untyped_storage
         else:
             dtype, typed = rest.pop(0), False
         kept = self._keep(storage, dtype if typed else torch.uint8, typed)
