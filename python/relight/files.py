@@ -237,6 +237,8 @@ def _load_object(f: Any, map_location: MapLocation, pickle_module: Any, weights_
         raise InvalidArgument(
             f"{name} cannot be read and seeked; read it into io.BytesIO first, or give a path"
         ) from error
+    if start and not head:
+        raise InvalidArgument(f"{name} is read to its end; seek(0) first")
     if not _is_zip(head):
         return other_files.load(f, name, head, map_location, pickle_module, weights_only, allow)
     if start:

@@ -252,7 +252,7 @@ def test_the_old_format_is_loaded_by_the_same_rules() -> None:
     file = io.BytesIO()
     torch.save({"c": Config(1)}, file, _use_new_zipfile_serialization=False)
     file.seek(0)
-    with pytest.raises(relight.ObjectNotAllowed, match="before torch 1.6"):
+    with pytest.raises(relight.ObjectNotAllowed, match=r"before torch 1\.6"):
         relight.load(file)
     file.seek(0)
     assert relight.load(file, weights_only=False)["c"] == Config(1)
