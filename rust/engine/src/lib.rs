@@ -37,3 +37,7 @@ pub mod verify;
 pub mod wait;
 
 pub use error::{Error, ErrorKind, Result};
+// What a caller needs of the layers below: it must not know them.
+pub use relight_format::history::HistoryRecord;
+pub use relight_format::{crc, names};
+pub use relight_io::foreign;
