@@ -123,11 +123,20 @@ impl Generation {
     /// Conflict if another process changes the tag for longer than the limit, or has removed the generation's files;
     /// InvalidArgument if names collide; else what the disk says. What was committed before stays then.
     pub fn commit(mut self, parts: CompleteParts, facts: CommitFacts) -> Result<Committed> {
-        let committed = self.publish_manifest(&parts, facts);
+        self.try_commit(&parts, &facts)
+    }
+
+    /// As `commit`, and after an error the generation can be committed again: for files of which there is no copy
+    /// elsewhere to begin a new generation with.
+    ///
+    /// # Errors
+    /// As `commit`.
+    pub fn try_commit(&mut self, parts: &CompleteParts, facts: &CommitFacts) -> Result<Committed> {
+        let committed = self.publish_manifest(parts, facts);
         committed.map_err(|error| self.explain(error))
     }
 
-    fn publish_manifest(&mut self, parts: &CompleteParts, facts: CommitFacts) -> Result<Committed> {
+    fn publish_manifest(&mut self, parts: &CompleteParts, facts: &CommitFacts) -> Result<Committed> {
         let tag = self.tag().to_owned();
         let paths = self.paths().clone();
         let disk = Arc::clone(self.disk());
@@ -135,8 +144,12 @@ impl Generation {
         // Another process may have committed since this generation began: its files count, and its moves come first,
         // or a file that waits in its folder would later replace ours at the plain name.
         let current = cleanup::settle(&disk, &paths, &lock)?.manifest;
+        if let Some(done) = current.as_ref().filter(|current| is_commit_of(current, parts, facts)) {
+            // An earlier try got through although it met an error; `settle` has synced its name since.
+            return Ok(Committed { manifest: done.clone(), unsettled: None });
+        }
         self.check_files(&parts.files)?;
-        let manifest = merge(&tag, self.number(), current, parts, facts, clock::rfc3339(self.clock().wall()));
+        let manifest = merge(&tag, self.number(), current, parts, facts.clone(), clock::rfc3339(self.clock().wall()));
         let bytes = manifest.to_bytes().map_err(|cause| {
             Error::new(ErrorKind::InvalidArgument, format!("cannot commit {tag}: {cause}")).of_tag(&tag).because(cause)
         })?;
@@ -156,6 +169,12 @@ impl Generation {
         let unsettled = cleanup::settle_manifest(&disk, &paths, &manifest, Some(self.number()), &lock).err();
         Ok(Committed { manifest, unsettled: unsettled.map(|error| error.of_tag(&tag)) })
     }
+}
+
+/// Whether `manifest` is what a commit of these parts publishes.
+fn is_commit_of(manifest: &Manifest, parts: &CompleteParts, facts: &CommitFacts) -> bool {
+    (manifest.run, manifest.sequence) == (facts.run, facts.sequence)
+        && parts.files.iter().all(|file| manifest.file(&file.name) == Some(file))
 }
 
 fn merge(

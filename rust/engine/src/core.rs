@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Duration;
 
 use relight_format::manifest::{FileRecord, Writer};
@@ -52,13 +52,22 @@ pub(crate) struct Spilled {
 pub(crate) struct Job {
     pub(crate) ticket: Ticket,
     pub(crate) staged: Arc<Staged>,
-    /// The root of a share.
-    pub(crate) root: Option<Arc<RootState>>,
-    /// Taken by each attempt, put back by one that failed before its commit.
+    /// The root of a share, once it could be opened.
+    pub(crate) root: OnceLock<Arc<RootState>>,
+    /// Taken by each attempt, put back by one that failed.
     pub(crate) spilled: Mutex<Option<Spilled>>,
 }
 
 impl Job {
+    pub(crate) fn new(
+        ticket: Ticket,
+        staged: Arc<Staged>,
+        root: Option<Arc<RootState>>,
+        spilled: Option<Spilled>,
+    ) -> Arc<Self> {
+        Arc::new(Self { ticket, staged, root: root.map_or_else(OnceLock::new, OnceLock::from), spilled: Mutex::new(spilled) })
+    }
+
     pub(crate) fn is_of_tag(&self, root: &Path, tag: &str) -> bool {
         self.staged.root() == Some(root) && self.staged.tag().is_some_and(|record| record.tag == tag)
     }
@@ -153,6 +162,8 @@ pub(crate) struct Core {
     pub(crate) changed: Condvar,
     /// One drain at a time: two would fight for the same regions.
     pub(crate) draining: Mutex<()>,
+    /// Regions of dead processes that were looked at and left, each told of once.
+    pub(crate) left: Mutex<BTreeSet<PathBuf>>,
     said: Mutex<BTreeSet<&'static str>>,
     next_ticket: AtomicU64,
     next_share: AtomicU64,
@@ -182,6 +193,7 @@ impl Core {
             state: Mutex::new(state),
             changed: Condvar::new(),
             draining: Mutex::new(()),
+            left: Mutex::new(BTreeSet::new()),
             said: Mutex::new(BTreeSet::new()),
             next_ticket: AtomicU64::new(1),
             next_share: AtomicU64::new(1),

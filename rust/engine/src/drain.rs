@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use relight_format::record::{FileTarget, ImageRecord, SlotRecord, TagRecord, Target};
 use relight_io::arena::{ArenaError, Region, WholeImage};
@@ -162,12 +162,15 @@ impl Core {
                 gone.staged.name(),
                 path.display()
             );
-            self.log_of(Level::Warning, &gone.staged, text.clone());
+            if !lock(&self.left).contains(path) {
+                self.log_of(Level::Warning, &gone.staged, text.clone());
+            }
             report.dropped.push(text);
         }
         if found.is_empty() && !gone.is_empty() {
             // Nothing to do here. Given back as it is, it costs the budget nothing and is found again another time.
             lock(&self.state).tier.adopted.retain(|adopted| adopted.id != id);
+            lock(&self.left).insert(path.to_path_buf());
             return report;
         }
         for found in found.iter().chain(&gone) {
@@ -293,8 +296,7 @@ impl Core {
             if let Some(ticket) = &ticket {
                 let text = format!("found {} staged by a dead process; it is persisted now", staged.name());
                 self.log_of(Level::Info, &staged, text);
-                let job = Job { ticket: ticket.clone(), staged: Arc::clone(&staged), root, spilled: Mutex::new(None) };
-                jobs.push(Arc::new(job));
+                jobs.push(Job::new(ticket.clone(), Arc::clone(&staged), root, None));
             }
             state.staged.insert_adopted(Entry { staged, fate });
         }

@@ -5,7 +5,7 @@
 //! Invariant: after `close` nothing that was staged is lost: it is persisted, or its region stays for the next process.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use relight_format::record::{FileTarget, ImageRecord, SlotRecord, Target};
@@ -261,6 +261,7 @@ impl Engine {
         state.phase = Phase::Closed { clean };
         state.tier.close(&mut state.staged);
         let queued: Vec<Arc<Job>> = state.queue.drain(..).collect();
+        state.finished += queued.len() as u64;
         let worker = state.worker;
         core.changed.notify_all();
         drop(guard);
@@ -351,8 +352,18 @@ impl Core {
             return ticket;
         }
         let entry = Entry { staged: Arc::clone(&staged), fate: Fate::Waiting };
-        let job = Arc::new(Job { ticket: ticket.clone(), staged, root, spilled: Mutex::new(spilled) });
-        lock(&self.state).staged.insert(entry);
+        let job = Job::new(ticket.clone(), staged, root, spilled);
+        {
+            let mut state = lock(&self.state);
+            if matches!(state.phase, Phase::Closed { .. }) {
+                // Closed between the check and here. What is sealed stays in the region; the caller is told.
+                drop(state);
+                let text = format!("the engine was closed before {} was persisted", job.staged.name());
+                ticket.end(Err(Arc::new(Error::new(ErrorKind::Closed, text))));
+                return ticket;
+            }
+            state.staged.insert(entry);
+        }
         self.enqueue(vec![job], false);
         ticket
     }

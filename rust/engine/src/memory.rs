@@ -10,7 +10,7 @@ use std::time::Duration;
 use relight_io::arena::{ArenaError, FillingImage, Region};
 use relight_io::limits;
 
-use crate::core::{Core, State};
+use crate::core::{Core, Phase, State};
 use crate::engine::EngineOptions;
 use crate::error::Result;
 use crate::events::Level;
@@ -116,9 +116,13 @@ impl Tier {
         }
         self.open = true;
         let headroom = limits::cgroup_headroom().unwrap_or(u64::MAX);
-        let spare = limits::memory_available().unwrap_or(u64::MAX).min(headroom);
-        // Half of what the node can spare: the other half is the training's, whatever was asked for.
-        self.budget = self.requested.unwrap_or(u64::MAX).min(spare / 2);
+        let available = limits::memory_available().unwrap_or(u64::MAX);
+        // Half of what the group may still take is the training's, whatever was asked for: beyond its limit the kernel
+        // kills. Of the node's memory, half is taken only where nobody said how much.
+        self.budget = match self.requested {
+            Some(requested) => requested.min(headroom / 2).min(available),
+            None => headroom.min(available) / 2,
+        };
         let room = limits::free_bytes(&self.dir).map_or(0, |free| free.saturating_sub(SHARED_RESERVE_BYTES));
         let capacity = self.budget.min(room);
         if self.budget < REGION_BYTES_MIN {
@@ -220,10 +224,16 @@ impl Core {
                         self.events.log(Level::Info, text);
                     }
                     let start = self.clock.monotonic();
-                    let moved_on = |state: &mut State| (state.finished != finished).then_some(());
+                    let moved_on = |state: &mut State| {
+                        let closed = matches!(state.phase, Phase::Closed { .. });
+                        (closed || state.finished != finished).then_some(())
+                    };
                     let done = wait_until(&self.state, &self.changed, &*self.clock, None, interrupt, moved_on);
                     waited += self.clock.monotonic().saturating_sub(start);
                     done?;
+                    if matches!(lock(&self.state).phase, Phase::Closed { .. }) {
+                        self.check_open()?;
+                    }
                     crowded = false;
                 }
                 Look::Nothing => {

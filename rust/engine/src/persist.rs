@@ -14,10 +14,11 @@ use relight_format::manifest::FileRecord;
 use relight_format::record::TagRecord;
 use relight_io::{copy, priority};
 
-use crate::commit::{CommitFacts, CompleteParts};
+use crate::commit::{CommitFacts, Committed, CompleteParts};
 use crate::core::{Core, Job, RootState, Spilled, State};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{Event, Level};
+use crate::generation::Generation;
 use crate::publish::PendingFile;
 use crate::save_file::{seconds_since, with_need};
 use crate::staged::{Fate, Purpose, StagedImage};
@@ -25,7 +26,7 @@ use crate::wait::{POLL, lock};
 
 /// Bytes that one write call hands to the disk.
 const WRITE_BYTES: usize = 4 << 20;
-/// The background yields to training: the lowest priority that is not idle.
+/// The background yields to training, but is not starved by it.
 const NICE: i32 = 10;
 /// The tier's word in the history.
 const PERSISTENT: &str = "persistent";
@@ -132,9 +133,16 @@ impl Core {
     }
 
     fn attempt(&self, job: &Job) -> Result<()> {
-        match (&job.staged.purpose, &job.root) {
-            (Purpose::Tag { record, .. }, Some(root)) => self.persist_share(job, root, record),
-            (Purpose::File { path }, _) => {
+        match &job.staged.purpose {
+            Purpose::Tag { root: path, record, .. } => {
+                if job.root.get().is_none() {
+                    // It could not be opened when the share was drained. Err: another thread has set it, which is as good.
+                    let _ = job.root.set(self.root(path, false)?);
+                }
+                let Some(root) = job.root.get() else { return Ok(()) };
+                self.persist_share(job, root, record)
+            }
+            Purpose::File { path } => {
                 let image = job.staged.images.first();
                 image.map_or(Ok(()), |image| {
                     let mut file = PendingFile::for_path(&self.disk, path)?;
@@ -142,16 +150,12 @@ impl Core {
                     file.finish_durable().map_err(|error| with_need(error, self.disk.as_ref(), path, image.record.bytes))
                 })
             }
-            (Purpose::Tag { record, .. }, None) => {
-                let text = format!("the root {} of {} cannot be opened", record.root, record.tag);
-                Err(Error::new(ErrorKind::StorageUnavailable, text).at(&record.root).of_tag(&record.tag))
-            }
         }
     }
 
     fn persist_share(&self, job: &Job, root: &RootState, record: &TagRecord) -> Result<()> {
         let rank = record.writer.rank;
-        let Spilled { generation, mut files } = match lock(&job.spilled).take() {
+        let Spilled { mut generation, mut files } = match lock(&job.spilled).take() {
             Some(spilled) => spilled,
             None => Spilled {
                 generation: root.store.tag(&record.tag)?.begin_generation(&self.writer(rank))?,
@@ -159,31 +163,40 @@ impl Core {
             },
         };
         let spilled_count = files.len();
-        let written = job.staged.images.iter().try_for_each(|image| {
+        let committed = self.commit_share(job, root, record, &mut generation, &mut files);
+        if committed.is_err() && job.staged.partial {
+            // What is durable only in this generation cannot be written again: the next attempt goes on in it.
+            files.truncate(spilled_count);
+            *lock(&job.spilled) = Some(Spilled { generation, files });
+        }
+        let committed = committed.map_err(|error| error.of_tag(&record.tag).on_rank(rank))?;
+        if let Some(unsettled) = committed.unsettled {
+            let text = format!("{} is committed and loads, but is not at its plain names yet: {unsettled}", record.tag);
+            self.log_of(Level::Warning, &job.staged, text);
+        }
+        Ok(())
+    }
+
+    fn commit_share(
+        &self,
+        job: &Job,
+        root: &RootState,
+        record: &TagRecord,
+        generation: &mut Generation,
+        files: &mut Vec<FileRecord>,
+    ) -> Result<Committed> {
+        let rank = record.writer.rank;
+        for image in &job.staged.images {
             let started = self.clock.monotonic();
             let file = image.record.as_file(generation.number(), rank);
-            self.write_in_generation(job, &generation, image, &file)?;
+            self.write_in_generation(job, generation, image, &file)?;
             let seconds = seconds_since(self.clock.as_ref(), started);
             let line = self.history_line("persist", &record.tag, &file.name, rank, file.bytes, seconds, "");
             self.append_history(root, &line);
             files.push(file);
-            Ok(())
-        });
-        let parts = written.and_then(|()| {
-            let part = generation.write_part(rank, record.world_size, &files)?;
-            CompleteParts::check(vec![part], record.world_size)
-        });
-        let parts = match parts {
-            Ok(parts) => parts,
-            Err(error) => {
-                if spilled_count > 0 {
-                    // What is durable only in this generation cannot be written again: the next attempt goes on in it.
-                    files.truncate(spilled_count);
-                    *lock(&job.spilled) = Some(Spilled { generation, files });
-                }
-                return Err(error.of_tag(&record.tag).on_rank(rank));
-            }
-        };
+        }
+        let part = generation.write_part(rank, record.world_size, files)?;
+        let parts = CompleteParts::check(vec![part], record.world_size)?;
         let facts = CommitFacts {
             run: record.run,
             sequence: record.sequence,
@@ -194,23 +207,13 @@ impl Core {
             writers: vec![record.writer.clone()],
             meta: record.meta.clone(),
         };
-        let committed = generation.commit(parts, facts).map_err(|mut error| {
-            if spilled_count > 0 {
-                error.message.push_str("; part of it was streamed and is gone, save it again");
-            }
-            error
-        })?;
-        if let Some(unsettled) = committed.unsettled {
-            let text = format!("{} is committed and loads, but is not at its plain names yet: {unsettled}", record.tag);
-            self.log_of(Level::Warning, &job.staged, text);
-        }
-        Ok(())
+        generation.try_commit(&parts, &facts)
     }
 
     fn write_in_generation(
         &self,
         job: &Job,
-        generation: &crate::generation::Generation,
+        generation: &Generation,
         image: &StagedImage,
         file: &FileRecord,
     ) -> Result<()> {
@@ -242,7 +245,7 @@ impl Core {
     /// After the commit nothing is an error of the save any more: what fails here is said and left.
     fn after_commit(&self, job: &Job) {
         job.staged.mark_persisted();
-        if let (Some(root), Some(record)) = (&job.root, job.staged.tag()) {
+        if let (Some(root), Some(record)) = (job.root.get(), job.staged.tag()) {
             self.write_history(job, "commit", job.ticket.progress().seconds, "");
             self.tidy_root(job, root, record);
         }
@@ -333,7 +336,7 @@ impl Core {
     }
 
     fn write_history(&self, job: &Job, event: &str, seconds: f64, error: &str) {
-        if let (Some(root), Some(record)) = (&job.root, job.staged.tag()) {
+        if let (Some(root), Some(record)) = (job.root.get(), job.staged.tag()) {
             let bytes = job.ticket.progress().bytes_total;
             let line = self.history_line(event, &record.tag, "", record.writer.rank, bytes, seconds, error);
             self.append_history(root, &line);

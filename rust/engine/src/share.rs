@@ -13,7 +13,7 @@ use relight_format::record::{SlotRecord, TagRecord, Target};
 use serde_json::Value;
 
 use crate::core::{Core, RootState, Spilled};
-use crate::engine::{blank_record, record_bytes};
+use crate::engine::{Engine, blank_record, record_bytes};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Level;
 use crate::generation::Generation;
@@ -118,6 +118,8 @@ struct Inner {
 #[derive(Debug)]
 pub struct Share {
     core: Arc<Core>,
+    /// Keeps the engine at work until the share has ended.
+    _engine: Engine,
     root: Arc<RootState>,
     tag: String,
     options: BeginOptions,
@@ -127,13 +129,14 @@ pub struct Share {
 }
 
 impl Share {
-    pub(crate) fn begin(core: Arc<Core>, root: Arc<RootState>, tag: &str, options: BeginOptions) -> Result<Self> {
+    pub(crate) fn begin(engine: Engine, root: Arc<RootState>, tag: &str, options: BeginOptions) -> Result<Self> {
+        let core = Arc::clone(engine.core());
         core.check_open()?;
         crate::root::check_tag(tag)?;
         options.check(tag)?;
         let number = core.new_share();
         let inner = Inner { stage: Stage::Open, files: Vec::new(), generation: Held::None };
-        Ok(Self { core, root, tag: tag.to_owned(), options, number, inner: Mutex::new(inner) })
+        Ok(Self { core, _engine: engine, root, tag: tag.to_owned(), options, number, inner: Mutex::new(inner) })
     }
 
     /// Its tag.

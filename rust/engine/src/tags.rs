@@ -203,7 +203,7 @@ impl Root {
 
     /// Opens a save of `tag` for this rank; writes nothing yet.
     pub fn begin(&self, tag: &str, options: BeginOptions) -> Result<Share> {
-        Share::begin(Arc::clone(self.engine.core()), Arc::clone(&self.state), tag, options)
+        Share::begin(self.engine.clone(), Arc::clone(&self.state), tag, options)
     }
 
     /// All checkpoints, oldest first by the latest rule, those that are only in memory so far included; foreign ones

@@ -4,9 +4,10 @@ mod pipeline;
 
 use std::path::Path;
 
-use pipeline::{Bed, LONG, bytes_of, committed, model, options, save};
+use pipeline::{Bed, LONG, bytes_of, committed, model, options, plan_of, save};
 use relight_engine::engine::EngineOptions;
 use relight_engine::image::Tier;
+use relight_engine::share::BeginOptions;
 use relight_engine::wait::never;
 use relight_testkit::Fault;
 
@@ -74,4 +75,32 @@ fn one_failure_at_any_call_costs_an_attempt_and_nothing_else() {
 #[test]
 fn a_disk_that_fails_for_ever_from_any_call_on_leaves_only_whole_checkpoints_and_the_next_process_finishes() {
     sweep(u64::MAX, false);
+}
+
+/// Guards: the retry of a commit began a new generation, without the files that were durable only in the old one.
+#[test]
+fn a_share_with_streamed_files_is_whole_after_one_failure_at_any_call() {
+    let (large, small) = (model(1, 1_200_000), model(2, 3000));
+    let mut tried = 0;
+    for call in 0.. {
+        let bed = Bed::new();
+        let engine = bed.engine(EngineOptions { memory_bytes_max: Some(1 << 20), attempts_max: 2, ..options(&bed) });
+        let root = engine.open_root(Path::new("/ckpt"), true, true).unwrap();
+        assert!(committed(&save(&root, "global_step1", &model(3, 3000))));
+        bed.faults.fail(Fault::with(5).on_changes().after(call).times(1).short_write());
+        let share = root.begin("global_step2", BeginOptions::default()).unwrap();
+        assert!(share.stage("large.pt", &plan_of(&large), false, &never).unwrap().streamed);
+        assert!(!share.stage("small.pt", &plan_of(&small), false, &never).unwrap().streamed);
+        let ticket = share.seal(&never).unwrap();
+        assert!(committed(&ticket), "call {call}: {:?}", ticket.check());
+        if bed.faults.failed() == 0 {
+            break;
+        }
+        tried += 1;
+        assert!(root.verify("global_step2", &never).unwrap().ok(), "call {call}");
+        assert_eq!(bytes_of(&root.open_image("global_step2", "large.pt", None).unwrap()), large, "call {call}");
+        assert_eq!(bytes_of(&root.open_image("global_step2", "small.pt", None).unwrap()), small, "call {call}");
+        assert!(engine.close(LONG, &never).unwrap(), "call {call}");
+    }
+    assert!(tried > 30, "only {tried} calls were tried");
 }
