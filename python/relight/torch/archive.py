@@ -86,6 +86,9 @@ class FileImage:
             infos = self._zip.infolist()
         except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
             raise CorruptCheckpoint(f"{name}: not a whole torch.save archive ({error})", path=name) from error
+        if not any(info.CRC for info in infos):
+            for info in infos:  # torch.serialization.set_crc32_options(False): there is nothing to compare with
+                info.CRC = None  # type: ignore[assignment]
         stems = {info.filename.partition("/")[0] for info in infos}
         if len(stems) != 1:
             raise CorruptCheckpoint(
@@ -143,7 +146,7 @@ _LOCATOR = struct.Struct("<IIQI")
 _DESCRIPTOR = struct.Struct("<IIQQ")
 _MAX32 = 0xFFFFFFFF
 _ZIP64_VERSION = 45
-_HAS_DESCRIPTOR = 1 << 3
+_FLAGS = 1 << 3 | 1 << 11  # a data descriptor follows; the name is UTF-8
 _ZIP64_FIELD = 1
 _PADDING_FIELD = 0x4246  # "FB", the field with which torch pads
 _DOS_DATE = 0x21  # 1980-01-01: no clock in the file, so that the same object gives the same bytes
@@ -171,15 +174,7 @@ def write_archive(write: Callable[[bytes], Any], entries: Iterable[Entry], stem:
         for piece in pieces:
             crc = out.put_checked(piece, crc)
         out.put(_DESCRIPTOR.pack(0x08074B50, crc, length, length))
-        extra = struct.pack("<HHQQQ", _ZIP64_FIELD, 24, length, length, header)
-        directory.append(
-            _CENTRAL.pack(
-                *(0x02014B50, _ZIP64_VERSION, _ZIP64_VERSION, _HAS_DESCRIPTOR, 0, 0, _DOS_DATE, crc, _MAX32, _MAX32),
-                *(len(full), len(extra), 0, 0, 0, 0, _MAX32),
-            )
-            + full
-            + extra
-        )
+        directory.append(_central_record(full, header, length, crc))
         count += 1
     start = out.position
     for record in directory:
@@ -195,11 +190,22 @@ def write_archive(write: Callable[[bytes], Any], entries: Iterable[Entry], stem:
 
 def _local_header(name: bytes, position: int, length: int) -> bytes:
     align = 4096 if length >= PAGE_ALIGN_MIN else 64
-    zip64 = struct.pack("<HHQQ", _ZIP64_FIELD, 16, 0, 0)
+    zip64 = struct.pack("<HHQQ", _ZIP64_FIELD, 16, length, length)
     padding = -(position + _LOCAL.size + len(name) + len(zip64) + 4) % align
-    extra = zip64 + struct.pack("<HH", _PADDING_FIELD, padding) + bytes(padding)
-    fields = (0x04034B50, _ZIP64_VERSION, _HAS_DESCRIPTOR, 0, 0, _DOS_DATE, 0, _MAX32, _MAX32, len(name), len(extra))
+    extra = zip64 + struct.pack("<HH", _PADDING_FIELD, padding) + b"Z" * padding
+    fields = (0x04034B50, _ZIP64_VERSION, _FLAGS, 0, 0, _DOS_DATE, 0, _MAX32, _MAX32, len(name), len(extra))
     return _LOCAL.pack(*fields) + name + extra
+
+
+def _central_record(name: bytes, header: int, length: int, crc: int) -> bytes:
+    wide = [value for value in (length, length, header) if value >= _MAX32]
+    extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64_FIELD, 8 * len(wide), *wide) if wide else b""
+    short = min(length, _MAX32)
+    fields = (
+        *(0x02014B50, _ZIP64_VERSION, _ZIP64_VERSION, _FLAGS, 0, 0, _DOS_DATE, crc, short, short),
+        *(len(name), len(extra), 0, 0, 0, 0, min(header, _MAX32)),
+    )
+    return _CENTRAL.pack(*fields) + name + extra
 
 
 class _Out:
