@@ -48,9 +48,10 @@ def plan_parts(parts: Sequence[Part], tag: str) -> list[tuple[str, Snapshot]]:
 
 
 def stem_of(file: str) -> str:
-    """The name of the folder inside the archive, as torch.save chooses it."""
+    """The name of the folder inside the archive, as torch.save chooses it; `archive` where the file's name cannot be one."""
     stem = file.rsplit(".", 1)[0]
-    return stem if stem and stem.isascii() and "/" not in stem else "archive"
+    plain = stem.isascii() and stem.isprintable() and not {"/", "\\"} & set(stem) and 0 < len(stem) <= 200
+    return stem if plain and stem not in (".", "..") else "archive"
 
 
 def others_run() -> bool:
