@@ -67,8 +67,10 @@ need() {
 
 package() {
   say "Building relight in release mode and installing it into .venv (the first build takes a few minutes)"
-  # No build isolation: maturin is in .venv already, and cargo's target folder is the one all builds share.
-  pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+  # What `pip install .` does, but with cargo's progress to look at and cargo's own target folder, which all builds share.
+  rm -rf target/wheel
+  "$venv_python" -m maturin build --release --compatibility linux --interpreter "$venv_python" --out target/wheel
+  pip install --quiet --no-deps --force-reinstall target/wheel/relight-*.whl
 }
 
 "$@"

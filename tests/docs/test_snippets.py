@@ -1,7 +1,7 @@
 """The Python of README.md and docs/guide runs as it stands there.
 
-The blocks of one page run in order and share their names, in a process and a folder of their own. What a reader has already
-(a model, an optimizer) stands in a comment that the page does not show: `<!-- run first` ... `-->`.
+The blocks of one page run in order and share their names, in a process and a folder of their own. What a reader has
+already (a model, an optimizer) stands in a comment that the page does not show: `<!-- run first` ... `-->`.
 """
 
 import os

@@ -418,7 +418,7 @@ def test_a_foreign_zip_is_named_as_such(relight, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
         archive.writestr("cat.txt", "meow")
     answer = relight("show", tmp_path / "photos.zip")
-    assert answer.code == 1 and "photos.zip" in answer.err
+    assert answer.code == 2 and "photos.zip" in answer.err
     (tmp_path / "text.pt").write_text("hello")
     answer = relight("show", tmp_path / "text.pt")
     assert answer.code == 1 and "text.pt" in answer.err

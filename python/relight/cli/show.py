@@ -73,7 +73,7 @@ def _show_image(image: _core.Image, called: str, out: Output) -> int:
         out.document({**document, "contents": [leaf.as_json() for leaf in leaves]})
         return 0
     tensors = [leaf for leaf in leaves if leaf.shape is not None]
-    counts = f"{len(image.entries)} entries, {len(tensors)} tensors"
+    counts = f"{len(image.entries)} entries, {len(tensors)} tensor{'s' * (len(tensors) != 1)}"
     out.line(f"{called}: {size(image.length)}, {counts}, read from {image.tier}")
     out.table(["name", "type", "shape", "bytes", "value"], [leaf.as_row() for leaf in leaves])
     return 0
