@@ -228,7 +228,7 @@ impl Core {
         }
         let order = Order { sequence: record.sequence, staged_at: record.sealed_at.clone(), share: record.share };
         let staged = Staged {
-            purpose: Purpose::Tag { root: path, record, seal: Some(seal) },
+            purpose: Purpose::Tag { root: path, record: Box::new(record), seal: Some(seal) },
             images,
             adopted: Some(id),
             // Not to be read: the disk has a later state.

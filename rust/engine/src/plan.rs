@@ -126,8 +126,7 @@ fn segments(layout: &ArchiveLayout, entries: &[PlanEntry<'_>]) -> Result<Vec<Seg
             list.push(offset, piece.len(), Source::Data { entry: index, piece: number })?;
             offset += piece.len();
         }
-        let descriptor_bytes = zip::DESCRIPTOR_BYTES as u64;
-        list.push(placed.descriptor_offset, descriptor_bytes, Source::Descriptor(index))?;
+        list.push(placed.descriptor_offset, zip::DESCRIPTOR_BYTES, Source::Descriptor(index))?;
     }
     let trailer = layout.trailer_offset();
     list.push(trailer, layout.total_len() - trailer, Source::Trailer)?;

@@ -95,7 +95,7 @@ struct ShareFile {
 #[derive(Debug)]
 enum Held {
     None,
-    Here(Generation),
+    Here(Box<Generation>),
     /// A thread writes in it.
     Out,
 }
@@ -343,12 +343,12 @@ impl Share {
         let generation = std::mem::replace(&mut inner.generation, Held::None);
         drop(inner);
         let spilled = match generation {
-            Held::Here(generation) if !durable.is_empty() => Some(Spilled { generation, files: durable }),
+            Held::Here(generation) if !durable.is_empty() => Some(Spilled { generation: *generation, files: durable }),
             _ => None,
         };
         let partial = spilled.is_some();
         let root = self.root.store.path().to_path_buf();
-        let staged = Arc::new(Staged { purpose: Purpose::Tag { root, record, seal }, images, adopted: None, partial });
+        let staged = Arc::new(Staged { purpose: Purpose::Tag { root, record: Box::new(record), seal }, images, adopted: None, partial });
         (self.core.submit(staged, Some(Arc::clone(&self.root)), spilled), partial)
     }
 
@@ -439,7 +439,7 @@ impl Share {
             Held::Out => return Err(self.busy()),
             Held::None => {
                 let writer = self.core.writer(self.options.rank);
-                self.root.store.tag(&self.tag).and_then(|tag| tag.begin_generation(&writer))
+                self.root.store.tag(&self.tag).and_then(|tag| tag.begin_generation(&writer)).map(Box::new)
             }
         };
         let (result, held) = match generation {

@@ -26,7 +26,7 @@ pub(crate) struct StagedImage {
 #[derive(Debug)]
 pub(crate) enum Purpose {
     /// One rank's share of a tag. `seal` is the slot that makes it complete for a successor.
-    Tag { root: PathBuf, record: TagRecord, seal: Option<WholeImage> },
+    Tag { root: PathBuf, record: Box<TagRecord>, seal: Option<WholeImage> },
     /// One file by itself.
     File { path: PathBuf },
 }

@@ -1,4 +1,5 @@
 //! Real processes, a real disk, real shared memory, SIGKILL: what was sealed is never lost, what was not is never seen.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 mod pipeline;
 

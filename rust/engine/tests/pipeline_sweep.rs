@@ -1,4 +1,5 @@
 //! Every call of the disk fails once, or for ever: no sequence of saves ends with a checkpoint that is not what was saved.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 mod pipeline;
 

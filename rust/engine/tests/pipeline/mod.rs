@@ -1,5 +1,5 @@
 //! What the pipeline's tests share: a disk in memory behind gate and faults, a region directory, made-up states.
-#![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses its part")]
+#![allow(dead_code, unreachable_pub, missing_docs, clippy::unwrap_used, reason = "each test file uses its part")]
 
 use std::borrow::Cow;
 use std::path::PathBuf;
