@@ -67,6 +67,10 @@ def save(
 
         path = _path_of(f)
         stem = stem_of(os.path.basename(path))
+        if runtime.started():
+            earlier = runtime.engine().pending_path(path)
+            if earlier is not None:
+                earlier.wait(None)  # else its older state would be put over this one; its handle has its error
         snapshot = plan_object(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol, stem=stem)
         compare = others_run()
         _core.save_file(path, snapshot.entries, stem=stem, compare=compare, durable=durable)
