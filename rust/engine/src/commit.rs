@@ -141,8 +141,8 @@ impl Generation {
         let paths = self.paths().clone();
         let disk = Arc::clone(self.disk());
         let lock = self.store().lock(self.writer())?;
-        // Another process may have committed since this generation began: its files count, and its moves come first,
-        // or a file that waits in its folder would later replace ours at the plain name.
+        // Another process may have committed, or died, since this generation began: its files count, and what it left
+        // half done is finished first.
         let current = cleanup::settle(&disk, &paths, &lock)?.manifest;
         if let Some(done) = current.as_ref().filter(|current| is_commit_of(current, parts, facts)) {
             // An earlier try got through although it met an error; `settle` has synced its name since.
