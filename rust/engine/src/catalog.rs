@@ -4,9 +4,8 @@
 //! Must not: change the root; read the bytes of a checkpoint; look at times (order comes from `relight_format::order`).
 //! Invariant: a tag is listed only if its manifest is as it was written and each file it names has its length.
 
-use std::collections::HashMap;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, PoisonError};
 
 use relight_format::manifest::{FileRecord, Manifest};
@@ -302,18 +301,22 @@ impl RootStore {
     pub(crate) fn manifest(&self, paths: &TagPaths) -> Result<Option<Arc<Manifest>>> {
         let path = paths.manifest();
         let disk = self.disk().as_ref();
+        // a panic elsewhere leaves the map whole: each change is one insert or remove
+        let cache = || self.inner.cache.lock().unwrap_or_else(PoisonError::into_inner);
         let found = match look_again(|| disk.metadata(&path)) {
             Ok(found) => found,
-            Err(cause) if is_absent(&cause) => return Ok(None),
+            Err(cause) if is_absent(&cause) => {
+                cache().remove(&path);
+                return Ok(None);
+            }
             Err(cause) => return Err(Error::io("look at the manifest", &path, cause)),
         };
-        let cache = || self.inner.cache.lock().unwrap_or_else(PoisonError::into_inner);
         let cached = cache().get(&path).cloned();
         if let Some(cached) = cached.filter(|cached| cached.version == found.version && cached.len == found.len) {
             return Ok(Some(cached.manifest));
         }
         let Some(manifest) = read_manifest(disk, &path)?.map(Arc::new) else {
-            forget(&mut cache(), &path);
+            cache().remove(&path);
             return Ok(None);
         };
         // Should the file be replaced between the look and the reading, the version is the older one: the next look
@@ -341,10 +344,6 @@ impl RootStore {
 
 pub(crate) fn key_of(manifest: &Manifest) -> CheckpointKey {
     CheckpointKey::new(manifest.step, manifest.run, manifest.sequence)
-}
-
-fn forget(cache: &mut HashMap<PathBuf, Cached>, path: &Path) {
-    cache.remove(path);
 }
 
 /// Not there, or below something that is no directory.

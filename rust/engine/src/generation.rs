@@ -97,6 +97,7 @@ impl TagStore {
             names: Mutex::new(names_of(settled.manifest.as_ref())),
             alive: Mutex::new(Some(alive)),
             keep_files: false,
+            pid: std::process::id(),
         };
         publish::sync_dir(disk.as_ref(), &self.paths.own)?;
         drop(lock);
@@ -151,6 +152,8 @@ pub struct Generation {
     names: Mutex<HashMap<String, String>>,
     alive: Mutex<Option<Box<dyn DiskLock>>>,
     keep_files: bool,
+    /// The process that made it: a forked child has a copy, and must not clean up what its parent writes.
+    pid: u32,
 }
 
 impl fmt::Debug for Generation {
@@ -308,7 +311,7 @@ impl Generation {
 
 impl Drop for Generation {
     fn drop(&mut self) {
-        if !self.keep_files {
+        if !self.keep_files && self.pid == std::process::id() {
             // nothing names these files, and while we hold their lock nobody else looks at them
             cleanup::purge_generation(self.disk().as_ref(), &self.store.paths, self.number);
         }

@@ -38,7 +38,7 @@ impl History {
     /// # Errors
     /// Conflict if another process holds the history for longer than the limit; else what the disk says.
     pub fn append(&self, record: &HistoryRecord) -> Result<()> {
-        self.root.prepare()?;
+        self.root.make_own()?;
         let disk = self.root.disk().as_ref();
         let lock_path = layout::history_lock(self.root.path());
         let holder = format!("pid {}", std::process::id());

@@ -41,6 +41,8 @@ pub struct PendingFile {
     temp_exists: bool,
     /// Keeps the temporary name ours, where no tag lock or generation lock does.
     slot: Option<Slot>,
+    /// The process that made it: a forked child has a copy, and must not remove what its parent writes.
+    pid: u32,
 }
 
 /// A held temporary name of a path: its lock file tells a living writer from a dead one.
@@ -62,7 +64,7 @@ impl PendingFile {
         let target = directory.join(name);
         remove_if_there(disk.as_ref(), &temp)?;
         let file = disk.create_file(&temp).map_err(|cause| Error::io(format!("create {name}"), &target, cause))?;
-        Ok(Self { disk: Arc::clone(disk), temp, target, file: Some(file), temp_exists: true, slot: None })
+        Ok(Self { disk: Arc::clone(disk), temp, target, file: Some(file), temp_exists: true, slot: None, pid: std::process::id() })
     }
 
     /// A file for `path` itself, in a directory that belongs to anybody; a link is followed, so that it stays a link.
@@ -115,6 +117,7 @@ impl PendingFile {
             file: None,
             temp_exists: false,
             slot: Some(slot),
+            pid: std::process::id(),
         };
         remove_if_there(disk.as_ref(), &pending.temp)?;
         let file = disk
@@ -200,6 +203,9 @@ impl PendingFile {
 
 impl Drop for PendingFile {
     fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            return;
+        }
         self.discard();
         if let Some(slot) = self.slot.take() {
             // removed while the lock is held; a waiter finds the name gone and makes its own

@@ -83,7 +83,7 @@ impl RootStore {
     /// # Errors
     /// What the disk says.
     pub fn update_latest_hint(&self) -> Result<()> {
-        self.prepare()?;
+        self.make_own()?;
         let _root_lock = self.lock("pointing at the latest")?;
         match self.latest()? {
             Some(newest) => self.write_hint(&newest.tag),
@@ -100,7 +100,7 @@ impl RootStore {
             Err(error) if error.kind == ErrorKind::NotFound => return Ok(false),
             other => other?,
         };
-        self.prepare()?;
+        self.make_own()?;
         self.hide(tag, &paths, sequence, &lock).and_then(|hidden| {
             if hidden {
                 cleanup::finish_removal(disk.as_ref(), &paths, &lock)?;

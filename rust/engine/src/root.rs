@@ -117,11 +117,17 @@ impl RootStore {
         &self.inner.disk
     }
 
-    /// Makes the root and its own directory if they are gone, and sees once that the file system can publish.
-    pub(crate) fn prepare(&self) -> Result<()> {
+    /// Makes the root and its own directory, which holds the locks, if they are gone.
+    pub(crate) fn make_own(&self) -> Result<()> {
         let disk = self.disk().as_ref();
         make_dirs(disk, self.path())?;
-        make_dir(disk, &layout::root_own(self.path()))?;
+        make_dir(disk, &layout::root_own(self.path()))
+    }
+
+    /// As `make_own`, and sees once that the file system can publish.
+    pub(crate) fn prepare(&self) -> Result<()> {
+        self.make_own()?;
+        let disk = self.disk().as_ref();
         if !self.inner.renames.load(Ordering::Relaxed) {
             let root_lock = self.lock("probing the file system")?;
             publish::probe_rename(disk, &layout::root_own(self.path()))?;

@@ -146,6 +146,21 @@ fn when_any_call_of_a_deletion_fails_the_checkpoint_is_whole_or_gone() {
     }
 }
 
+/// Guards: a full disk on which nothing can be deleted, because a deletion needs room.
+#[test]
+fn on_a_full_disk_a_checkpoint_can_be_deleted() {
+    let disk = start();
+    save(&on_memory(&disk), "global_step2", &files(TWO)).unwrap();
+    let faulty = FaultDisk::new(Arc::new(disk.clone()));
+    for op in [Op::CreateFile, Op::Write, Op::Reserve] {
+        faulty.fail(Fault::with(ENOSPC).on(op));
+    }
+    let root = root_on(Arc::new(faulty)).unwrap();
+    root.delete("global_step1").unwrap();
+    assert_eq!(root.retain(1, "global_step2", &[]).unwrap().deleted.len(), 0);
+    assert_eq!(tags(&root), ["global_step2"]);
+}
+
 /// Guards: an error after the commit that makes a committed checkpoint a failed save.
 #[test]
 fn a_failure_after_the_manifest_is_told_but_does_not_undo_the_commit() {

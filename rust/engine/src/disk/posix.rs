@@ -106,7 +106,9 @@ impl Disk for PosixDisk {
                 Ok(()) => {
                     // whoever held it before may have removed the file: a lock on that one excludes nobody
                     if is_at(&file, path)? {
-                        write_holder(&file, holder)?;
+                        // It is only for messages: on a full disk the lock must still be had, or nothing could be
+                        // deleted there.
+                        let _ = write_holder(&file, holder);
                         return Ok(Box::new(PosixLock { file, pid: std::process::id() }));
                     }
                 }
