@@ -4,13 +4,20 @@ Errors are the classes of `relight.exceptions`. Long waits free the GIL and noti
 JSON strings keep this boundary small; `relight` turns them into typed objects.
 """
 
-from collections.abc import Buffer, Sequence   # Buffer: typing_extensions before Python 3.12
+from collections.abc import Sequence
 from typing import final
+
+from typing_extensions import Buffer  # known to every type checker; nothing imports it when relight runs
+
+__all__ = [
+    "Engine", "check_tag", "crc32", "escape_file_name", "open_image", "_panic", "regions", "remove_region", "save_file",
+    "step_of_tag", "Image", "ImageEntry", "Root", "Share", "StageReport", "Ticket", "__version__",
+]  # fmt: skip
 
 __version__: str
 
 # One entry of an archive: its name without the stem, and its bytes in order: `bytes`, or buffers that are concatenated.
-Entry = tuple[str, bytes | Sequence[Buffer]]
+_Entry = tuple[str, bytes | Sequence[Buffer]]
 
 @final
 class StageReport:
@@ -37,7 +44,7 @@ class Engine:
         memory_bytes_max: int | None = None,   # None: NEBULA_MEMORY_BUFFER_SIZE, else half of what the node can spare
         memory_dir: str | None = None,         # None: RELIGHT_MEMORY_DIR, else /dev/shm
         memory_keep: int = 2,                  # persisted checkpoints per root that stay in memory
-        chunk_bytes: int = 4 << 20,
+        chunk_bytes: int = 4194304,
         copy_threads: int = 2,
         attempts_max: int = 3,                 # tries of a persist, each on a new file
         retry_delay_s: float = 0.5,            # before the second try; doubles
@@ -46,7 +53,7 @@ class Engine:
     @property
     def pid(self) -> int: ...
     def open_root(self, root: str, /, *, create: bool = True, drain: bool = True) -> Root: ...
-    def stage_file(self, path: str, entries: Sequence[Entry], /, *, stem: str, compare: bool = False) -> tuple[StageReport, Ticket]:
+    def stage_file(self, path: str, entries: Sequence[_Entry], /, *, stem: str, compare: bool = False) -> tuple[StageReport, Ticket]:
         """Stages one file for `path` itself (no tag): what save_async to a path does."""
     def pending_path(self, path: str, /) -> Ticket | None:
         """The newest unfinished stage_file to this path (links resolved), if there is one."""
@@ -103,7 +110,7 @@ class Share:
     def tag(self) -> str: ...
     @property
     def files(self) -> list[str]: ...
-    def stage(self, file: str, entries: Sequence[Entry], /, *, stem: str, compare: bool = False) -> StageReport:
+    def stage(self, file: str, entries: Sequence[_Entry], /, *, stem: str, compare: bool = False) -> StageReport:
         """Copies the bytes; on return the caller may change its tensors. The same file again replaces it."""
     def image(self, file: str, /) -> Image: ...
     def seal(self) -> Ticket:
@@ -139,7 +146,8 @@ class ImageEntry:
 
 @final
 class Image:
-    """One readable torch.save archive: a file, or an image in the memory tier (kept from re-use while this object lives)."""
+    """One readable torch.save archive: a file, or an image in the memory tier (kept from re-use while this object lives).
+    In a forked child (a DataLoader worker) a file's image goes on working; one in memory is refused."""
     @property
     def tier(self) -> str: ...             # "memory" | "persistent"
     @property
@@ -160,7 +168,7 @@ class Image:
 
 def open_image(path: str, /) -> Image: ...
 def save_file(
-    path: str, entries: Sequence[Entry], /, *, stem: str, compare: bool = False, copy_threads: int = 2, chunk_bytes: int = 4 << 20,
+    path: str, entries: Sequence[_Entry], /, *, stem: str, compare: bool = False, copy_threads: int = 2, chunk_bytes: int = 4194304,
     durable: bool = True,
 ) -> StageReport:
     """Writes one file through bounded buffers: temporary name in the same directory, fsync, rename, fsync of the directory."""
@@ -172,3 +180,5 @@ def check_tag(tag: str, /) -> None: ...
 def step_of_tag(tag: str, /) -> int | None: ...
 def escape_file_name(name: str, /) -> str: ...
 def crc32(data: Buffer, /) -> int: ...
+def _panic(message: str, /) -> None:
+    """Panics inside the engine's door: how the tests prove that a panic becomes EngineClosed and nothing worse."""

@@ -19,6 +19,7 @@ use crate::errors::to_python;
 /// dropping would take locks whose holders were left behind, or release what the parent still uses.
 #[derive(Debug)]
 pub(crate) struct Owned<T> {
+    /// 0: nobody's.
     pid: u32,
     value: Option<T>,
 }
@@ -28,6 +29,11 @@ impl<T> Owned<T> {
         Self { pid: std::process::id(), value: Some(value) }
     }
 
+    /// A value that takes no locks and shares nothing that changes: a forked child may go on using it.
+    pub(crate) fn by_nobody(value: T) -> Self {
+        Self { pid: 0, value: Some(value) }
+    }
+
     pub(crate) fn pid(&self) -> u32 {
         self.pid
     }
@@ -35,15 +41,19 @@ impl<T> Owned<T> {
     /// The value, or the refusal of a forked child.
     pub(crate) fn get(&self) -> Result<&T, Error> {
         match &self.value {
-            Some(value) if self.pid == std::process::id() => Ok(value),
+            Some(value) if self.is_ours() => Ok(value),
             _ => Err(forked(self.pid)),
         }
+    }
+
+    fn is_ours(&self) -> bool {
+        self.pid == 0 || self.pid == std::process::id()
     }
 }
 
 impl<T> Drop for Owned<T> {
     fn drop(&mut self) {
-        if self.pid != std::process::id() {
+        if !self.is_ours() {
             std::mem::forget(self.value.take());
         }
     }

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PySequence};
 use relight_engine::clock::SystemClock;
-use relight_engine::image::{self, FillTarget, ReadOptions};
+use relight_engine::image::{self, FillTarget, ReadOptions, Tier};
 use relight_engine::wait::Interrupt;
 
 use crate::buffers::{buffer, writable};
@@ -30,7 +30,11 @@ impl Image {
             path: image.path().display().to_string(),
             length: image.len(),
             stem: image.stem().to_owned(),
-            inner: Owned::new(image),
+            inner: match image.tier() {
+                Tier::Memory => Owned::new(image),
+                // Reads at given places of a file: a dataset opened before the DataLoader forked its workers works in them.
+                Tier::Persistent => Owned::by_nobody(image),
+            },
             clock: SystemClock::new(),
         }
     }
