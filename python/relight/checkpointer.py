@@ -386,33 +386,39 @@ class Checkpointer:
             found = reader.newest(loading, restored)
         else:
             source = reader.one(tag_and_step(tag, None)[0], loading)
+            if source.checkpoint.foreign:
+                raise InvalidArgument(
+                    f"{source.tag} was not completed by relight (it has no manifest), so it cannot be resumed from; "
+                    "load what you want of it with load(tag, file)",
+                    path=source.checkpoint.path,
+                    tag=source.tag,
+                )
             with reader.pinned(source.tag):
                 found = source, restored(source)
         if found is None:
             self.resumed = None
             self._root.start_run(None)
             _log.info("nothing to resume from in %s: starting at step 0", self._root.path)
-            self._warn_of_foreign(reader)
-            self._warn_of_what_is_newer(reader, None)
+            for reason in self._passed_over(reader, None):
+                _warn_resume(f"starting at step 0: {reason}")
             return 0
         source, (restore, step) = found
         restore.apply()
         self._root.start_run(source.tag)
+        skipped = [*reader.skipped, *(self._passed_over(reader, source.checkpoint) if tag is None else ())]
         self.resumed = Resumed(
             tag=source.tag,
             step=step,
             tier=source.tier,
             seconds=time.perf_counter() - started,
             drained=self._drained,
-            skipped=tuple(reader.skipped),
+            skipped=tuple(skipped),
         )
         died = " (left in memory by a process that died)" if source.tag in self._drained else ""
         _log.info("resumed from %s, %s tier%s, in %.2f s", source.tag, source.tier, died, self.resumed.seconds)
         # All warnings come last: one that is turned into an error must not leave a resume half done.
-        for reason in reader.skipped:
+        for reason in skipped:
             _warn_resume(f"resumed from {source.tag}, an older checkpoint: {reason}")
-        if tag is None:
-            self._warn_of_what_is_newer(reader, source.checkpoint)
         for remark in restore.remarks:
             _warn_resume(f"resumed from {source.tag}: {remark}")
         return step
@@ -512,23 +518,23 @@ class Checkpointer:
     def _wait_for_tag(self, tag: str) -> None:
         wait_all([handle for handle in list(self._pending.values()) if handle.tag == tag], None)
 
-    def _warn_of_what_is_newer(self, reader: Reader, resumed: Checkpoint | None) -> None:
-        """Remains of saves that were not finished, newer than what was resumed from."""
-        under_way = {handle.tag for handle in list(self._pending.values())}
-        for tag, reason in reader.problems():
-            step = step_of_tag(tag)
-            newer = resumed is None or resumed.step is None or (step is not None and step > resumed.step)
-            if newer and tag not in under_way:
-                taken = "starting at step 0" if resumed is None else f"resumed from {resumed.tag}"
-                _warn_resume(f"{taken}: {tag} is not complete: {reason}")
+    def _passed_over(self, reader: Reader, resumed: Checkpoint | None) -> list[str]:
+        """What lies in the root, seems newer than what was resumed from, and is no complete checkpoint of relight."""
 
-    def _warn_of_foreign(self, reader: Reader) -> None:
-        foreign = [one.tag for one in reader.checkpoints() if one.foreign and one.step is not None]
-        if foreign:
-            _warn_resume(
-                f"starting at step 0: {self._root.path} has {', '.join(foreign[-5:])}, which relight did not write and "
-                "takes only by name; load what you want of it with load(tag, file)"
-            )
+        def newer(step: int | None) -> bool:
+            return resumed is None or resumed.step is None or (step is not None and step > resumed.step)
+
+        under_way = {handle.tag for handle in list(self._pending.values())}
+        found = [
+            f"{one.tag} cannot be used: {one.reason}"
+            for one in reader.problems()
+            if one.tag not in under_way and newer(step_of_tag(one.tag))
+        ]
+        return found + [
+            f"{one.tag} was not completed by relight (it has no manifest); it is taken by name only, with load(tag, file)"
+            for one in reader.checkpoints()
+            if one.foreign and one.step is not None and newer(one.step)
+        ]
 
     def __repr__(self) -> str:
         return f"<relight.Checkpointer {self._root.path}{' closed' if self._closed else ''}>"

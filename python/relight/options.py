@@ -227,4 +227,4 @@ def check_keep(keep: object) -> int | None:
         raise InvalidArgument(
             f"keep={keep!r} cannot be used; give a whole number from 1 up (so many stay), or None to keep all"
         )
-    return int(min(number, 1 << 40))  # more than any root holds, and what the engine's counter can take
+    return int(min(number, (1 << 32) - 1))  # more than any root holds, and the most the engine counts to

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,22 @@ class Loading:
             allow=self.allow,
         )
 
+    def of_foreign(self, path: str) -> Any:
+        """The object in a file that relight did not write: of any form that torch.save ever had, without our checksums."""
+        from relight.files import load
+
+        return load(path, self.map_location, weights_only=self.weights_only, mmap=self.mmap, allow=self.allow)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A directory that looks like a checkpoint of relight and is not whole."""
+
+    tag: str
+    reason: str
+    committed: bool
+    """It was complete once, and is damaged; else its save was not finished."""
+
 
 class TagSource:
     """One checkpoint, file by file."""
@@ -61,7 +78,8 @@ class TagSource:
         self._loading = loading
         self.checkpoint: Final = checkpoint
         self.tag: Final = checkpoint.tag
-        self.files: Final = frozenset(file.name for file in checkpoint.files)
+        names = _regular_files(checkpoint.path) if checkpoint.foreign else (file.name for file in checkpoint.files)
+        self.files: Final = frozenset(names)
         self.tier: Tier = "memory"
         """The farthest tier that was read from."""
 
@@ -78,6 +96,9 @@ class TagSource:
                 path=self.checkpoint.path,
                 tag=self.tag,
             )
+        if self.checkpoint.foreign:
+            self.tier = "persistent"
+            return self._loading.of_foreign(os.path.join(self.checkpoint.path, file))
         image = self._root.open_image(self.tag, file)
         if image.tier == "memory" and "persistent" in self.checkpoint.tiers:
             try:
@@ -142,7 +163,7 @@ class Reader:
         for checkpoint in listed:
             if checkpoint.tag == tag:
                 return TagSource(self._root, checkpoint, loading)
-        reason = dict(self.problems()).get(tag)
+        reason = next((one.reason for one in self.problems() if one.tag == tag), None)
         if reason is not None:
             raise CorruptCheckpoint(
                 f"{tag} is not complete: {reason}; use another checkpoint", path=self._root.path, tag=tag
@@ -161,6 +182,7 @@ class Reader:
             CorruptCheckpoint: there are some, and all are damaged.
         """
         candidates = self.candidates()
+        damaged = [one for one in self.problems() if one.committed]
         for checkpoint in candidates:
             source = TagSource(self._root, checkpoint, loading)
             try:
@@ -169,14 +191,14 @@ class Reader:
             except (CorruptCheckpoint, CheckpointNotFound) as error:
                 self.skipped.append(f"{source.tag} cannot be used: {error}")
                 _log.warning("%s cannot be used: %s", source.tag, error)
-        if candidates:
-            raise CorruptCheckpoint(
-                f"no checkpoint in {self._root.path} can be used. {'. '.join(self.skipped)}. Move them away to start "
-                "anew",
-                path=self._root.path,
-                tag=candidates[0].tag,
-            )
-        return None
+        if not candidates and not damaged:
+            return None
+        reasons = [*self.skipped, *(f"{one.tag} cannot be used: {one.reason}" for one in damaged)]
+        raise CorruptCheckpoint(
+            f"no checkpoint in {self._root.path} can be used. {'. '.join(reasons)}. Move them away to start anew",
+            path=self._root.path,
+            tag=candidates[0].tag if candidates else damaged[-1].tag,
+        )
 
     def candidates(self) -> list[Checkpoint]:
         """What "newest" may mean, newest first; those that a later run left behind come last.
@@ -189,9 +211,25 @@ class Reader:
         ours.sort(key=lambda one: (one.tag != latest, one.left_behind))
         return ours
 
-    def problems(self) -> list[tuple[str, str]]:
-        """Directories that look like checkpoints of relight and are not whole: tag and reason."""
-        return [(facts["tag"], facts["reason"]) for facts in json.loads(self._root.problems())]
+    def problems(self) -> list[Problem]:
+        """Directories that look like checkpoints of relight and are not whole."""
+        return [
+            Problem(
+                tag=facts["tag"],
+                reason=facts["reason"],
+                committed=os.path.lexists(os.path.join(self._root.path, facts["tag"], ".relight", "manifest.json")),
+            )
+            for facts in json.loads(self._root.problems())
+        ]
+
+
+def _regular_files(directory: str) -> list[str]:
+    """What a foreign checkpoint consists of; the engine lists only what it wrote."""
+    try:
+        with os.scandir(directory) as entries:
+            return [entry.name for entry in entries if entry.is_file() and not entry.name.startswith(".")]
+    except FileNotFoundError:  # deleted since it was listed: it has nothing
+        return []
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -96,7 +96,7 @@ def test_bl_112_none_and_huge_keep_all() -> None:
     assert check_keep(None) is None
     assert check_keep(1) == 1
     assert check_keep(numpy.int32(3)) == 3
-    assert check_keep(10**30) == 1 << 40
+    assert check_keep(10**30) == (1 << 32) - 1
 
 
 def table() -> list[str]:

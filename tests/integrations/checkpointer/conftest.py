@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import relight
 import torch
+from relight import runtime
 
 LIMIT_S = 120  # of a script; far above what one needs
 
@@ -49,6 +51,18 @@ def steps(checkpointer: relight.Checkpointer) -> list[int | None]:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "run"
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """An engine and a memory tier of this test alone: failed saves stay in memory for the next process."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="relight-test-", dir=shared if shared.is_dir() else None) as directory:
+        environment = {"RELIGHT_MEMORY_DIR": directory, "RELIGHT_MEMORY_BYTES_MAX": str(2 << 30)}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        yield environment
+        runtime.close(60)
 
 
 class Script:

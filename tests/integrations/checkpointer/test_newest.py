@@ -115,7 +115,7 @@ def test_a_new_run_is_newer_than_what_it_left_behind(root: Path) -> None:
 
 
 def without_manifest(tag: Path) -> None:
-    shutil.rmtree(tag / ".relight")
+    (tag / ".relight" / "manifest.json").unlink()
 
 
 def without_file(tag: Path) -> None:
@@ -167,6 +167,16 @@ def test_bl_097_resume_takes_the_older_one_and_names_the_damaged(
         assert fill_of(model) == 200
 
 
+def test_bl_097_a_directory_stripped_of_what_relight_wrote_is_named_and_loaded_only_by_name(persisted: Path) -> None:
+    shutil.rmtree(persisted / "global_step300" / ".relight")
+    with relight.Checkpointer(persisted) as ckpt:
+        with pytest.warns(relight.ResumeWarning, match="global_step300 was not completed by relight"):
+            assert ckpt.resume(relight.TrainState(model=model_of(0))) == 200
+        with pytest.raises(relight.InvalidArgument, match=r"global_step300 .* has no manifest"):
+            ckpt.resume(relight.TrainState(model=model_of(0)), tag=300)
+        assert float(ckpt.load(300, "model.pt")["weight"][0, 0]) == 300
+
+
 def test_if_every_checkpoint_is_damaged_the_run_does_not_start_from_0(persisted: Path) -> None:
     for step in (100, 200, 300):
         with_a_short_file(persisted / f"global_step{step}")
@@ -205,7 +215,7 @@ def test_foreign_checkpoints_are_loaded_by_name_and_never_resumed_in_silence(roo
     (root / "global_step50").mkdir(parents=True)
     torch.save({"weight": torch.ones(1)}, root / "global_step50" / "model.pt")
     with relight.Checkpointer(root, keep=1) as ckpt:
-        with pytest.warns(relight.ResumeWarning, match="global_step50, which relight did not write"):
+        with pytest.warns(relight.ResumeWarning, match="global_step50 was not completed by relight"):
             assert ckpt.resume(relight.TrainState(model=model_of(0))) == 0
         assert float(ckpt.load("global_step50", "model.pt")["weight"]) == 1
         for number in (1, 2, 3):

@@ -17,14 +17,6 @@ from .conftest import Script, block, steps, values
 Start = Callable[..., Script]
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> dict[str, str]:
-    """A memory tier of these processes alone."""
-    directory = tmp_path / "memory"
-    directory.mkdir()
-    return {"RELIGHT_MEMORY_DIR": str(directory)}
-
-
 # ---- exits ----
 
 
@@ -33,14 +25,14 @@ def memory(tmp_path: Path) -> dict[str, str]:
     [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError('mine')", 1), ("def f(): return\nf()", 0)],
 )
 def test_bl_060_a_save_under_way_is_completed_by_every_ordinary_exit(
-    root: Path, script: Start, memory: dict[str, str], way: str, code: int
+    root: Path, script: Start, way: str, code: int
 ) -> None:
     source = f"""
 ckpt = relight.Checkpointer(root)
 ckpt.save(7, values(7, count=5_000_000))
 {way}
 """
-    got, _, err = script(source, root, environment=memory).end()
+    got, _, err = script(source, root).end()
     assert got == code, err
     assert ("mine" in err) == (code == 1)
     assert "relight:" not in err
@@ -51,22 +43,18 @@ ckpt.save(7, values(7, count=5_000_000))
         assert ckpt.verify(7)
 
 
-def test_bl_083_a_save_of_300_mb_is_complete_when_the_script_falls_off_its_end(
-    root: Path, script: Start, memory: dict[str, str]
-) -> None:
+def test_bl_083_a_save_of_300_mb_is_complete_when_the_script_falls_off_its_end(root: Path, script: Start) -> None:
     source = """
     relight.Checkpointer(root).save(1, values(1, count=75_000_000))
     """
-    code, _, err = script(source, root, environment=memory).end()
+    code, _, err = script(source, root).end()
     assert (code, err) == (0, "")
     with relight.Checkpointer(root) as ckpt:
         assert ckpt.latest().bytes >= 300_000_000  # type: ignore[union-attr]
         assert ckpt.verify(1)
 
 
-def test_bl_060_after_os_exit_the_next_process_has_it_from_memory_and_persists_it(
-    root: Path, script: Start, memory: dict[str, str]
-) -> None:
+def test_bl_060_after_os_exit_the_next_process_has_it_from_memory_and_persists_it(root: Path, script: Start) -> None:
     dies = """
     import fcntl
     state = relight.TrainState(model=torch.nn.Linear(3, 3))
@@ -80,7 +68,7 @@ def test_bl_060_after_os_exit_the_next_process_has_it_from_memory_and_persists_i
     ckpt.save(8, state)
     os._exit(9)
     """
-    first = script(dies, root, environment=memory)
+    first = script(dies, root)
     assert first.line() == "saved 7"
     with held(root, "global_step8"):  # so that its persist cannot be faster than its death
         first.go_on()
@@ -93,7 +81,7 @@ def test_bl_060_after_os_exit_the_next_process_has_it_from_memory_and_persists_i
         say(ckpt.resume(relight.TrainState(model=model)), ckpt.resumed.tier, *ckpt.resumed.drained)
         say(float(model.weight.detach()[0, 0]))
     """
-    second = script(next_, root, environment=memory)
+    second = script(next_, root)
     assert second.line() == "8 memory global_step8"
     assert second.line() == "8.0"
     code, _, err = second.end()
@@ -104,14 +92,14 @@ def test_bl_060_after_os_exit_the_next_process_has_it_from_memory_and_persists_i
         assert ckpt.verify(8)
 
 
-def test_bl_075_without_a_close_a_failed_save_is_on_stderr(root: Path, script: Start, memory: dict[str, str]) -> None:
+def test_bl_075_without_a_close_a_failed_save_is_on_stderr(root: Path, script: Start) -> None:
     block(root, "global_step4")
     source = """
     ckpt = relight.Checkpointer(root)
     ckpt.save(4, values(4))
     ckpt.save(5, values(5))
     """
-    code, _, err = script(source, root, environment=memory).end()
+    code, _, err = script(source, root).end()
     assert code == 0
     assert "relight: global_step4 was NOT saved: " in err
     assert "global_step5" not in err.replace("global_step5 is staged", "")
@@ -119,13 +107,13 @@ def test_bl_075_without_a_close_a_failed_save_is_on_stderr(root: Path, script: S
         assert steps(ckpt) == [5]
 
 
-def test_bl_075_with_a_close_the_exit_code_says_so(root: Path, script: Start, memory: dict[str, str]) -> None:
+def test_bl_075_with_a_close_the_exit_code_says_so(root: Path, script: Start) -> None:
     block(root, "global_step4")
     source = """
     with relight.Checkpointer(root) as ckpt:
         ckpt.save(4, values(4))
     """
-    code, _, err = script(source, root, environment=memory).end()
+    code, _, err = script(source, root).end()
     assert code == 1
     assert "global_step4" in err.splitlines()[-1]
     assert "NOT saved" not in err  # it was raised: nobody is told twice
@@ -146,42 +134,38 @@ class held:
         os.close(self.file)
 
 
-def test_bl_087_close_with_a_limit_ends_a_process_whose_write_is_stuck(
-    root: Path, script: Start, memory: dict[str, str]
-) -> None:
+def test_bl_087_close_with_a_limit_ends_a_process_whose_write_is_stuck(root: Path, script: Start) -> None:
     source = """
     ckpt = relight.Checkpointer(root, options=relight.Options(lock_timeout_s=3600))
     ckpt.save(4, values(4))
     ckpt.close(timeout=0.5)
     """
     with held(root, "global_step4"):
-        code, _, err = script(source, root, environment=memory).end()
+        code, _, err = script(source, root).end()
     assert code == 1
     assert "WaitTimeout: not persisted after 0.5 s: global_step4" in err
     assert "relight: global_step4 stays in memory on this node" in err
     with relight.Checkpointer(root) as ckpt:
         assert steps(ckpt) == []
     drains = "with relight.Checkpointer(root) as ckpt: say(ckpt.load(4)['weight'][0].item())"
-    code, out, err = script(drains, root, environment=memory).end()
+    code, out, err = script(drains, root).end()
     assert (code, out.strip()) == (0, "4.0"), err
     with relight.Checkpointer(root) as ckpt:
         assert steps(ckpt) == [4]
 
 
-def test_bl_087_the_limit_at_exit_is_an_option_and_names_the_tag(
-    root: Path, script: Start, memory: dict[str, str]
-) -> None:
+def test_bl_087_the_limit_at_exit_is_an_option_and_names_the_tag(root: Path, script: Start) -> None:
     source = """
     ckpt = relight.Checkpointer(root, options=relight.Options(lock_timeout_s=3600, close_timeout_s=0.5))
     ckpt.save(4, values(4))
     """
     with held(root, "global_step4"):
-        code, _, err = script(source, root, environment=memory).end()
+        code, _, err = script(source, root).end()
     assert code == 0
     assert "relight: global_step4: not finished within 0.5 s, not persisted." in err
 
 
-def test_bl_087_ctrl_c_ends_a_wait(root: Path, script: Start, memory: dict[str, str]) -> None:
+def test_bl_087_ctrl_c_ends_a_wait(root: Path, script: Start) -> None:
     source = """
     ckpt = relight.Checkpointer(root, options=relight.Options(lock_timeout_s=3600))
     handle = ckpt.save(4, values(4))
@@ -196,7 +180,7 @@ def test_bl_087_ctrl_c_ends_a_wait(root: Path, script: Start, memory: dict[str, 
         say("gave up")
     """
     with held(root, "global_step4"):
-        process = script(source, root, environment=memory)
+        process = script(source, root)
         assert process.line() == "waiting"
         os.kill(process.process.pid, signal.SIGINT)
         assert process.line() == "interrupted"
@@ -207,9 +191,7 @@ def test_bl_087_ctrl_c_ends_a_wait(root: Path, script: Start, memory: dict[str, 
 # ---- forks ----
 
 
-def test_bl_088_a_forked_child_is_refused_at_once_and_the_parent_goes_on(
-    root: Path, script: Start, memory: dict[str, str]
-) -> None:
+def test_bl_088_a_forked_child_is_refused_at_once_and_the_parent_goes_on(root: Path, script: Start) -> None:
     source = """
     ckpt = relight.Checkpointer(root)
     handle = ckpt.save(1, values(1))
@@ -234,16 +216,14 @@ def test_bl_088_a_forked_child_is_refused_at_once_and_the_parent_goes_on(
     ckpt.close()
     say("parent done")
     """
-    code, out, err = script(source, root, environment=memory).end()
+    code, out, err = script(source, root).end()
     assert out.splitlines() == ["refused 10", "child 0", "parent done"], err
     assert (code, err) == (0, "")
     with relight.Checkpointer(root) as ckpt:
         assert steps(ckpt) == [1, 3]
 
 
-def test_bl_088_a_with_block_in_a_forked_child_ends_in_silence(
-    root: Path, script: Start, memory: dict[str, str]
-) -> None:
+def test_bl_088_a_with_block_in_a_forked_child_ends_in_silence(root: Path, script: Start) -> None:
     source = """
     with relight.Checkpointer(root) as ckpt:
         ckpt.save(1, values(1))
@@ -253,13 +233,11 @@ def test_bl_088_a_with_block_in_a_forked_child_ends_in_silence(
         _, status = os.waitpid(child, 0)
         say(os.waitstatus_to_exitcode(status))
     """
-    code, out, err = script(source, root, environment=memory).end()
+    code, out, err = script(source, root).end()
     assert (code, out.strip(), err) == (0, "5", "")
 
 
-def test_a_fork_before_the_first_use_is_no_fork_of_the_engine(
-    root: Path, script: Start, memory: dict[str, str]
-) -> None:
+def test_a_fork_before_the_first_use_is_no_fork_of_the_engine(root: Path, script: Start) -> None:
     source = """
     child = os.fork()
     if child == 0:
@@ -271,13 +249,11 @@ def test_a_fork_before_the_first_use_is_no_fork_of_the_engine(
     with relight.Checkpointer(root) as ckpt:
         say(ckpt.latest().step)
     """
-    code, out, err = script(source, root, environment=memory).end()
+    code, out, err = script(source, root).end()
     assert (code, out.split(), err) == (0, ["0", "1"], "")
 
 
-def test_bl_083_a_child_of_multiprocessing_completes_its_save_too(
-    root: Path, script: Start, memory: dict[str, str]
-) -> None:
+def test_bl_083_a_child_of_multiprocessing_completes_its_save_too(root: Path, script: Start) -> None:
     """Guards: such a child leaves by os._exit, where no atexit function runs."""
     source = """
     import multiprocessing
@@ -288,7 +264,7 @@ def test_bl_083_a_child_of_multiprocessing_completes_its_save_too(
     child.join()
     say(child.exitcode)
     """
-    code, out, err = script(source, root, environment=memory).end()
+    code, out, err = script(source, root).end()
     assert (code, out.strip(), err) == (0, "0", "")
     with relight.Checkpointer(root) as ckpt:
         assert steps(ckpt) == [6]
@@ -297,9 +273,7 @@ def test_bl_083_a_child_of_multiprocessing_completes_its_save_too(
 # ---- signals ----
 
 
-def test_bl_090_a_hundred_saves_inside_signal_handlers_end_without_deadlock_or_damage(
-    root: Path, script: Start, memory: dict[str, str]
-) -> None:
+def test_bl_090_a_hundred_saves_inside_signal_handlers_end_without_harm(root: Path, script: Start) -> None:
     source = """
     import signal, threading
     ckpt = relight.Checkpointer(root, torn_check="version")
@@ -339,7 +313,7 @@ def test_bl_090_a_hundred_saves_inside_signal_handlers_end_without_deadlock_or_d
     ckpt.close()
     say(counts["saved"], counts["refused"])
     """
-    code, out, err = script(source, root, environment=memory).end()
+    code, out, err = script(source, root).end()
     assert code == 0, err
     saved, refused = map(int, out.split())
     assert saved + refused == 200
@@ -352,9 +326,7 @@ def test_bl_090_a_hundred_saves_inside_signal_handlers_end_without_deadlock_or_d
             assert ckpt.verify(one.tag)
 
 
-def test_bl_091_only_the_owner_saves_when_the_whole_group_is_told_to_end(
-    root: Path, script: Start, memory: dict[str, str]
-) -> None:
+def test_bl_091_only_the_owner_saves_when_the_whole_group_is_told_to_end(root: Path, script: Start) -> None:
     source = """
     import signal
     ckpt = relight.Checkpointer(root)
@@ -374,7 +346,7 @@ def test_bl_091_only_the_owner_saves_when_the_whole_group_is_told_to_end(
         if number == 5:
             say("ready")
     """
-    process = script(source, root, environment=memory)
+    process = script(source, root)
     assert process.line() == "ready"
     os.killpg(process.process.pid, signal.SIGTERM)
     code, out, err = process.end()
