@@ -278,9 +278,8 @@ impl RootStore {
             Err(cause) if is_absent(&cause) => return Ok(Look::Nothing),
             Err(cause) => return Ok(Look::Broken(Error::io("list the directory", &paths.tag, cause))),
         };
-        let broken = |reason: String| {
-            Ok(Look::Broken(Error::new(ErrorKind::Corrupt, reason).at(paths.manifest()).of_tag(tag)))
-        };
+        let broken =
+            |reason: String| Ok(Look::Broken(Error::new(ErrorKind::Corrupt, reason).at(paths.manifest()).of_tag(tag)));
         if entries.iter().any(|entry| entry.name == names::RELIGHT_DIR) {
             return broken(format!(
                 "tag {tag} has no {}/{}: its save is under way or was not finished; use another checkpoint",

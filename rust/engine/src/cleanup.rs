@@ -54,7 +54,11 @@ pub(crate) fn settle(disk: &Arc<dyn Disk>, paths: &TagPaths, lock: &TagLock) -> 
 /// Brings the files of a committed manifest to their plain names, then says so in complete.txt.
 /// `own` is the generation whose lock the caller holds.
 pub(crate) fn settle_manifest(
-    disk: &Arc<dyn Disk>, paths: &TagPaths, manifest: &Manifest, own: Option<u64>, _lock: &TagLock,
+    disk: &Arc<dyn Disk>,
+    paths: &TagPaths,
+    manifest: &Manifest,
+    own: Option<u64>,
+    _lock: &TagLock,
 ) -> Result<()> {
     let present: HashSet<u64> = generations(disk.as_ref(), paths)?.into_iter().collect();
     let mut waiting: Vec<u64> = manifest.files.iter().map(|file| file.generation).collect();
@@ -204,10 +208,10 @@ pub(crate) fn sweep(disk: &Arc<dyn Disk>, root: &Path, except: &str) {
         if settled {
             continue;
         }
-        if let Ok(Some(lock)) = TagLock::try_take(disk.as_ref(), &paths.lock(), "cleaning up") {
-            if settle(disk, &paths, &lock).is_ok_and(|found| found.manifest.is_none()) {
-                remove_empty(disk.as_ref(), root, &paths, &lock);
-            }
+        if let Ok(Some(lock)) = TagLock::try_take(disk.as_ref(), &paths.lock(), "cleaning up")
+            && settle(disk, &paths, &lock).is_ok_and(|found| found.manifest.is_none())
+        {
+            remove_empty(disk.as_ref(), root, &paths, &lock);
         }
     }
 }

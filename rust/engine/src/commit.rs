@@ -178,7 +178,12 @@ fn is_commit_of(manifest: &Manifest, parts: &CompleteParts, facts: &CommitFacts)
 }
 
 fn merge(
-    tag: &str, number: u64, current: Option<Manifest>, parts: &CompleteParts, facts: CommitFacts, committed_at: String,
+    tag: &str,
+    number: u64,
+    current: Option<Manifest>,
+    parts: &CompleteParts,
+    facts: CommitFacts,
+    committed_at: String,
 ) -> Manifest {
     let mut files: BTreeMap<String, FileRecord> = BTreeMap::new();
     // A second generation may have begun before this one and committed first: the numbers of commits still rise.

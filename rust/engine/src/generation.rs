@@ -121,8 +121,7 @@ impl TagStore {
 
     fn refuse_case_twin(&self) -> Result<()> {
         let root = self.root.path();
-        let entries =
-            self.root.disk().list_dir(root).map_err(|cause| Error::io("list the root", root, cause))?;
+        let entries = self.root.disk().list_dir(root).map_err(|cause| Error::io("list the root", root, cause))?;
         let folded = names::fold_case(&self.tag);
         match entries.iter().find(|entry| entry.name != self.tag && names::fold_case(&entry.name) == folded) {
             None => Ok(()),
@@ -230,7 +229,9 @@ impl Generation {
 
     fn claim_name(&self, path: &str) -> Result<()> {
         let refuse = |message: String| {
-            Err(Error::new(ErrorKind::InvalidArgument, message).of_tag(&self.store.tag).at(self.store.paths.plain(path)))
+            Err(Error::new(ErrorKind::InvalidArgument, message)
+                .of_tag(&self.store.tag)
+                .at(self.store.paths.plain(path)))
         };
         let is_plain = !path.is_empty()
             && !path.starts_with('.')

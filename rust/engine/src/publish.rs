@@ -64,7 +64,15 @@ impl PendingFile {
         let target = directory.join(name);
         remove_if_there(disk.as_ref(), &temp)?;
         let file = disk.create_file(&temp).map_err(|cause| Error::io(format!("create {name}"), &target, cause))?;
-        Ok(Self { disk: Arc::clone(disk), temp, target, file: Some(file), temp_exists: true, slot: None, pid: std::process::id() })
+        Ok(Self {
+            disk: Arc::clone(disk),
+            temp,
+            target,
+            file: Some(file),
+            temp_exists: true,
+            slot: None,
+            pid: std::process::id(),
+        })
     }
 
     /// A file for `path` itself, in a directory that belongs to anybody; a link is followed, so that it stays a link.
@@ -178,10 +186,10 @@ impl PendingFile {
         self.discard();
         let name = self.target.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let mut error = Error::io(format!("{verb} {name}"), &self.target, cause);
-        if error.kind == ErrorKind::StorageFull {
-            if let Ok(Some(free)) = self.disk.free_bytes(&directory_of(&self.target)) {
-                error.message.push_str(&format!(" ({free} bytes are free there)"));
-            }
+        if error.kind == ErrorKind::StorageFull
+            && let Ok(Some(free)) = self.disk.free_bytes(&directory_of(&self.target))
+        {
+            error.message.push_str(&format!(" ({free} bytes are free there)"));
         }
         Err(error)
     }

@@ -63,7 +63,8 @@ impl RootStore {
         let paths = TagPaths::new(self.path(), tag);
         if self.manifest(&paths).map_err(|error| error.of_tag(tag))?.is_none() {
             if self.list()?.iter().any(|found| found.tag == tag && found.is_foreign()) {
-                let message = format!("tag {tag} was not written by relight, which never deletes it; delete it by hand");
+                let message =
+                    format!("tag {tag} was not written by relight, which never deletes it; delete it by hand");
                 return Err(Error::new(ErrorKind::InvalidArgument, message).at(paths.tag).of_tag(tag));
             }
             return Err(self.find(tag).err().unwrap_or_else(|| Error::new(ErrorKind::Conflict, "the tag came back")));
@@ -162,10 +163,8 @@ impl RootStore {
 
 /// The tags that go, oldest first, with the sequence number of the commit that was seen.
 fn victims(listed: &[Checkpoint], keep: usize, just_committed: &str, pinned: &[String]) -> Vec<(String, u64)> {
-    let ours: Vec<_> = listed
-        .iter()
-        .filter_map(|found| Some((found.tag.as_str(), Arc::clone(found.manifest.as_ref()?))))
-        .collect();
+    let ours: Vec<_> =
+        listed.iter().filter_map(|found| Some((found.tag.as_str(), Arc::clone(found.manifest.as_ref()?)))).collect();
     let mut stays: HashSet<&str> = pinned.iter().map(String::as_str).collect();
     stays.insert(just_committed);
     for has_step in [true, false] {

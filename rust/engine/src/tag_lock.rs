@@ -39,7 +39,11 @@ impl TagLock {
 
 /// Takes the lock at `path`, which protects `what` ("tag global_step5").
 pub(crate) fn take(
-    disk: &dyn Disk, path: &Path, what: &str, holder: &str, wait: Duration,
+    disk: &dyn Disk,
+    path: &Path,
+    what: &str,
+    holder: &str,
+    wait: Duration,
 ) -> Result<Box<dyn DiskLock>> {
     match disk.lock(path, holder, wait) {
         Ok(lock) => Ok(lock),

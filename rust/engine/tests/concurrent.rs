@@ -1,5 +1,5 @@
 //! Two writers and a reader at one tag: each commit is whole, the later one wins after it.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on stops")]
 
 mod support;
 

@@ -1,5 +1,5 @@
 //! At every point between two disk calls a crash leaves the old or the new checkpoint, whole.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on stops")]
 
 mod support;
 
@@ -16,15 +16,16 @@ use support::{Files, ROOT, facts, files, load, load_all, root_on, save, save_as}
 /// What a root may hold: each checkpoint with its files.
 type World = Vec<(String, Files)>;
 
-fn world(list: &[(&str, &[(&str, &[u8])])]) -> World {
+/// Names and bytes of the files of one tag.
+type Content<'a> = &'a [(&'a str, &'a [u8])];
+
+fn world(list: &[(&str, Content)]) -> World {
     list.iter().map(|(tag, content)| ((*tag).to_owned(), files(content))).collect()
 }
 
 /// Runs `act` over `before`, stopped at every changing call, and looks at every state that a kill or a power cut may
 /// leave. Each must be one of `allowed`, in any order of tags.
-fn at_every_crash_point(
-    before: impl Fn(&MemoryDisk), act: impl Fn(&RootStore) -> Result<()>, allowed: &[World],
-) {
+fn at_every_crash_point(before: impl Fn(&MemoryDisk), act: impl Fn(&RootStore) -> Result<()>, allowed: &[World]) {
     let start = MemoryDisk::new();
     before(&start);
     let start = settled(&start);
@@ -60,7 +61,7 @@ fn at_every_crash_point(
 
 const EIO: i32 = 5;
 
-fn saved(disk: &MemoryDisk, saves: &[(&str, &[(&str, &[u8])])]) {
+fn saved(disk: &MemoryDisk, saves: &[(&str, Content)]) {
     let root = root_on(Arc::new(disk.clone())).unwrap();
     for (tag, content) in saves {
         save(&root, tag, &files(content)).unwrap();
@@ -148,7 +149,8 @@ fn leftovers(disk: &MemoryDisk, world: &World) -> Vec<PathBuf> {
     disk.files(root).into_keys().filter(|path| !own(path)).collect()
 }
 
-const ONE: &[(&str, &[u8])] = &[("model.pt", b"first model, a few chunks long, so that it can be torn"), ("rng.pt", b"r1")];
+const ONE: &[(&str, &[u8])] =
+    &[("model.pt", b"first model, a few chunks long, so that it can be torn"), ("rng.pt", b"r1")];
 const TWO: &[(&str, &[u8])] = &[("model.pt", b"second model of another length"), ("optim.pt", b"o2")];
 const BOTH: &[(&str, &[u8])] =
     &[("model.pt", b"second model of another length"), ("optim.pt", b"o2"), ("rng.pt", b"r1")];
@@ -218,7 +220,7 @@ fn at_every_crash_point_of_a_third_generation_after_one_that_was_not_moved_it_is
 fn at_every_crash_point_of_a_retention_the_newest_stays_and_the_old_is_whole_or_gone() {
     at_every_crash_point(
         |disk| saved(disk, &[("global_step1", ONE), ("global_step2", TWO)]),
-        |root| root.retain(1, "global_step2", &[]).map(|retained| drop(retained)),
+        |root| root.retain(1, "global_step2", &[]).map(drop),
         &[world(&[("global_step1", ONE), ("global_step2", TWO)]), world(&[("global_step2", TWO)])],
     );
 }

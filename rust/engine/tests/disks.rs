@@ -1,5 +1,5 @@
 //! Every form of the disk seam keeps the same promises.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on stops")]
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
 //! Whatever call fails: the old state is intact, the error is typed, the next save works.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on stops")]
 
 mod support;
 
@@ -34,7 +34,11 @@ fn start() -> MemoryDisk {
 
 /// Runs `act` with `fault` placed before its first, second, ... call, until it meets no call any more.
 fn at_every_call(
-    fault: impl Fn(u64) -> Fault, kind: ErrorKind, act: impl Fn(&RootStore) -> Result<()>, old: &Files, new: &Files,
+    fault: impl Fn(u64) -> Fault,
+    kind: ErrorKind,
+    act: impl Fn(&RootStore) -> Result<()>,
+    old: &Files,
+    new: &Files,
 ) {
     let mut failures = 0;
     for skip in 0.. {
@@ -131,7 +135,11 @@ fn when_any_call_of_a_deletion_fails_the_checkpoint_is_whole_or_gone() {
         let result = root_on(Arc::new(faulty.clone())).and_then(|root| root.delete("global_step1"));
         let label = format!("call {skip}: {result:?}");
         let left = load_all(&on_memory(&disk));
-        assert_eq!(left.last().map(|(tag, files)| (tag.as_str(), files)), Some(("global_step2", &files(TWO))), "{label}");
+        assert_eq!(
+            left.last().map(|(tag, files)| (tag.as_str(), files)),
+            Some(("global_step2", &files(TWO))),
+            "{label}"
+        );
         if left.len() == 2 {
             assert_eq!(left[0].1, files(ONE), "{label}");
             assert!(result.is_err(), "{label}");

@@ -1,5 +1,5 @@
 //! The history: one writer at a time, always with the header, tolerant of what a killed writer left.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on stops")]
 
 mod support;
 
@@ -124,8 +124,7 @@ fn many_writers_lose_no_line() {
         }
     });
     let disk: Arc<dyn Disk> = Arc::new(PosixDisk);
-    let root =
-        RootStore::open(disk, Arc::new(SystemClock::new()), directory.path(), RootOptions::default()).unwrap();
+    let root = RootStore::open(disk, Arc::new(SystemClock::new()), directory.path(), RootOptions::default()).unwrap();
     let mut found = tags(&root);
     found.sort();
     found.dedup();

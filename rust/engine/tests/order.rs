@@ -1,5 +1,5 @@
 //! Which checkpoint is the newest, which ones go, and what is no checkpoint.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on stops")]
 
 mod support;
 
@@ -90,10 +90,13 @@ fn what_relight_did_not_write_is_never_the_latest() {
     assert_eq!(root.delete("global_step8").unwrap_err().kind, ErrorKind::NotFound);
 }
 
+/// What befalls the directory of a tag.
+type Damage<'a> = &'a dyn Fn(&MemoryDisk, &Path);
+
 /// Guards: a damaged newest checkpoint that is resumed from, or whose loss is not told.
 #[test]
 fn test_bl_097_a_damaged_newest_is_passed_over_and_named_with_its_reason() {
-    let damages: [(&str, &dyn Fn(&MemoryDisk, &Path)); 6] = [
+    let damages: [(&str, Damage); 6] = [
         ("manifest.json", &|disk, tag| disk.remove_file(&tag.join(".relight/manifest.json")).unwrap()),
         ("model.pt", &|disk, tag| disk.remove_file(&tag.join("model.pt")).unwrap()),
         ("model.pt", &|disk, tag| disk.tamper(&tag.join("model.pt"), Vec::clear)),
@@ -167,7 +170,8 @@ fn test_bl_110_what_a_new_run_commits_stays_and_the_older_higher_steps_go() {
     }
     assert_eq!(save_and_retain(&root, "global_step100", 2, 3), ["global_step500"]);
     assert_eq!(latest(&root), "global_step100");
-    let left_behind: Vec<_> = root.list().unwrap().into_iter().filter(|found| found.left_behind).map(|f| f.tag).collect();
+    let left_behind: Vec<_> =
+        root.list().unwrap().into_iter().filter(|found| found.left_behind).map(|f| f.tag).collect();
     assert_eq!(left_behind, ["global_step600", "global_step700"]);
     assert_eq!(save_and_retain(&root, "global_step200", 2, 3), ["global_step600"]);
     assert_eq!(save_and_retain(&root, "global_step300", 2, 3), ["global_step700"]);
@@ -320,7 +324,8 @@ fn test_bl_153_modes_are_those_of_a_plain_open_and_mkdir() {
     for name in ["global_step1", "global_step1/.relight", "."] {
         assert_eq!(mode(&path.join(name)), made, "{name}");
     }
-    for name in ["global_step1/model.pt", "global_step1/complete.txt", "global_step1/.relight/manifest.json", "latest"] {
+    for name in ["global_step1/model.pt", "global_step1/complete.txt", "global_step1/.relight/manifest.json", "latest"]
+    {
         assert_eq!(mode(&path.join(name)), file, "{name}");
     }
 }

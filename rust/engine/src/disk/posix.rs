@@ -100,8 +100,7 @@ impl Disk for PosixDisk {
     fn lock(&self, path: &Path, holder: &str, wait: Duration) -> io::Result<Box<dyn DiskLock>> {
         let mut waited = Duration::ZERO;
         loop {
-            let file =
-                again(|| OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path))?;
+            let file = again(|| OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path))?;
             match retry_on_intr(|| rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)) {
                 Ok(()) => {
                     // whoever held it before may have removed the file: a lock on that one excludes nobody

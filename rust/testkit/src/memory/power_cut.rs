@@ -42,7 +42,7 @@ impl MemoryDisk {
         if changes > 1 {
             for seed in 1..=RANDOM_CUTS {
                 let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ changes as u64);
-                let survived: Vec<_> = state.pending.iter().filter(|_| random.next() % 2 == 0).collect();
+                let survived: Vec<_> = state.pending.iter().filter(|_| random.next().is_multiple_of(2)).collect();
                 let chosen: BTreeMap<Id, Bytes> = dirty
                     .iter()
                     .map(|id| (*id, [Bytes::Lost, Bytes::Torn, Bytes::Kept][(random.next() % 3) as usize]))
