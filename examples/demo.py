@@ -44,7 +44,9 @@ class Demo:
     def __init__(self, folder: Path, memory: Path, screen: Screen) -> None:
         self.folder, self.screen = folder, screen
         hidden = {name: value for name, value in os.environ.items() if not name.startswith(("RELIGHT_", "NEBULA_"))}
-        self.environment = {**hidden, "RELIGHT_MEMORY_DIR": str(memory), "PYTHONUNBUFFERED": "1"}
+        # Passive: threads that spin at their barriers take the core that the writing of the checkpoint needs.
+        own = {"RELIGHT_MEMORY_DIR": str(memory), "PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "passive"}
+        self.environment = {**hidden, **own}
 
     def expect(self, holds: bool, text: str, otherwise: str = "") -> None:
         """Shows what is so, or ends the demo."""

@@ -48,7 +48,7 @@ def plan_parts(parts: Sequence[Part], tag: str) -> list[tuple[str, Snapshot]]:
 
 
 def stem_of(file: str) -> str:
-    """The folder inside the archive, named as torch.save names it; `archive` where the name of the file cannot be one."""
+    """The folder in the archive, named as torch.save names it; `archive` where the name of the file cannot be one."""
     stem = file.rsplit(".", 1)[0]
     plain = stem.isascii() and stem.isprintable() and not {"/", "\\"} & set(stem) and 0 < len(stem) <= 200
     return stem if plain and stem not in (".", "..") else "archive"
