@@ -100,7 +100,8 @@ class Checkpoint:
         try:
             loaded = self._load_from_tiers(file, map_location, weights_only)
         except CheckpointNotFound:
-            if share is None or not share.wait_for_persists(LOAD_WAIT_S):
+            # Larger than the memory tier, it may be on its way to the disk.
+            if share is None or not share.has_published(file) or not share.wait_for_persists(LOAD_WAIT_S):
                 raise self._no_such_file(file) from None
             loaded = self._load_from_tiers(file, map_location, weights_only)
         self._note_resume()

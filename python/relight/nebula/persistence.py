@@ -10,7 +10,7 @@ import sys
 
 from relight.exceptions import CheckpointError
 from relight.handle import wait_all
-from relight.nebula import shares
+from relight.nebula import roots, shares
 from relight.options import Options
 
 logger = logging.getLogger("relight.nebula")
@@ -20,9 +20,9 @@ def flush(tag: str | None) -> None:
     """Seals, waits until what is sealed is committed, and raises what failed since the last flush."""
     process = shares.process()
     process.seal_implied(tag)
-    for share in process.unsealed():
-        if tag is None or share.tag == tag:
-            share.report_incomplete()
+    _log_incomplete(tag)
+    if tag is None:
+        roots.wait_until_idle()  # also for what a dead process left and this one persists
     wait_all(process.handles(tag), None)
     shares.raise_first(process.take_errors(tag))
 
@@ -31,18 +31,19 @@ def end_of_process(exception: BaseException | None) -> None:
     """Seals what a clean end seals. `runtime` then waits within the limit, and prints what was not persisted."""
     for share in shares.process().unsealed():
         try:
-            share.seal_at_exit(exception)
+            remark = share.seal_at_exit(exception)
         except CheckpointError as error:
+            remark = f"{share.tag} was NOT saved: {error}"
+        if remark is not None:
             # At the end of the process the handlers of logging may be closed, and there is nobody to raise to.
-            print(f"relight.nebula: {share.tag} was NOT saved: {error}", file=sys.stderr, flush=True)
+            print(f"relight.nebula: {remark}", file=sys.stderr, flush=True)
 
 
 def shutdown() -> None:
     """What a normal end of the process does, now."""
     process = shares.process()
     process.seal_implied()
-    for share in process.unsealed():
-        share.report_incomplete()
+    _log_incomplete(None)
     limit_s = Options().close_timeout_s
     for handle in wait_all(process.handles(), limit_s):
         logger.warning(
@@ -51,3 +52,9 @@ def shutdown() -> None:
             handle.tag,
             limit_s,
         )
+
+
+def _log_incomplete(tag: str | None) -> None:
+    for share in shares.process().unsealed():
+        if (tag is None or share.tag == tag) and (remark := share.incomplete()) is not None:
+            logger.warning("%s", remark)

@@ -106,7 +106,8 @@ def _engine() -> _core.Engine:
 
 def wait_until_idle() -> None:
     """Returns when no persist of this process is queued, those for dead processes included."""
-    _engine().flush(None)
+    if runtime.started():
+        runtime.engine().flush(None)
 
 
 def forget() -> None:

@@ -137,32 +137,29 @@ class TagShare:
         if not self.by_commit:
             self.seal()
 
-    def seal_at_exit(self, exception: object) -> None:
+    def seal_at_exit(self, exception: object) -> str | None:
         """Seals at a clean end of the process. `exception`: what is ending it, if anything is.
 
-        What was being saved when an exception ended the program may be half a checkpoint, and a restart would read it.
+        Returns what stays incomplete and why, if anything does. What was being saved when an exception ended the
+        program may be half a checkpoint, and a restart would read it.
         """
-        if exception is not None or last_unhandled_exception() is not self._exception_at_open:
-            logger.warning("%s is not published: an exception ended the program before the tag was complete", self.tag)
-        else:
+        if exception is None and last_unhandled_exception() is self._exception_at_open:
             self.seal_implied()
-        self.report_incomplete()
+        elif self._open is not None and not self.by_commit:
+            return f"{self.tag} is not published: an exception ended the program before the tag was complete"
+        return self.incomplete()
 
-    def report_incomplete(self) -> None:
-        """Says what a sealed or ended share still waits for."""
+    def incomplete(self) -> str | None:
+        """What a sealed or ended share still waits for, told once for each number of files."""
         if self._open is None or self._said_incomplete == len(self._staged):
-            return
+            return None
         self._said_incomplete = len(self._staged)
         if self.by_commit:
-            logger.warning("%s is incomplete: %d file(s) saved, no commit() called", self.tag, len(self._staged))
-        elif self._sealed and self._count is not None:
-            logger.warning(
-                "%s is incomplete: %d of its %d files saved by rank %d; the rest is missing",
-                self.tag,
-                len(self._published | self._staged),
-                self._count,
-                self.world.rank,
-            )
+            return f"{self.tag} is incomplete: {len(self._staged)} file(s) are saved, but commit() was not called"
+        if self._sealed and self._count is not None:
+            have = len(self._published | self._staged)
+            return f"{self.tag} is incomplete: {have} of its {self._count} files are saved by rank {self.world.rank}"
+        return None
 
     def take_errors(self) -> list[CheckpointError]:
         """The errors of persists that have ended, each given out once."""
@@ -173,6 +170,8 @@ class TagShare:
                     continue
                 self._handles.remove(handle)
                 if (error := handle.exception()) is not None:
+                    error.tag = error.tag or self.tag
+                    error.add_note(f"relight: so {self.tag} was not persisted")
                     errors.append(error)
             self._forget_committed()
             return errors

@@ -37,7 +37,7 @@ def test_bl_052_kills_in_a_loop_of_saves_to_one_tag_leave_the_old_or_the_new(sta
         """
     draw = random.Random(52)
     newest = 0
-    for _ in range(12):
+    for _ in range(8):
         client = start(script, root)
         lines = client.process.stdout
         word, resumed = lines.readline().split()

@@ -209,7 +209,8 @@ def test_a_file_with_bad_bytes_is_refused_and_its_checkpoint_skipped_from_then_o
 
 def test_a_truncated_file_is_served_from_memory(root: Path) -> None:
     """Where the root equals DeepSpeed's save_dir it truncates the committed file of a reused tag to its placeholder."""
-    nm.Checkpoint("global_step1").save("w", torch.arange(1000))
+    handle = nm.Checkpoint("global_step1")
+    handle.save("w", torch.arange(1000))
     nm.flush_persistence()
     torch.save("", root / "global_step1" / "w")
-    assert torch.equal(nm.get_checkpoint("global_step1").load("w"), torch.arange(1000))
+    assert torch.equal(handle.load("w"), torch.arange(1000))
