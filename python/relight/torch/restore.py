@@ -110,16 +110,10 @@ def load_into(
         raise InvalidArgument(
             f"the state dict does not fit the module: {said}. Nothing was changed. Give the right one{way}"
         )
-    flags = (
-        {key: value.requires_grad for key, value in own.items() if isinstance(value, torch.Tensor)} if assign else {}
-    )
     tied = _ties(module) if assign else []
     module.load_state_dict(given, strict=False, assign=assign)
     if assign:
         _tie(module, tied)
-        for key, tensor in module.state_dict(keep_vars=True).items():
-            if isinstance(tensor, torch.nn.Parameter) and key in flags:
-                tensor.requires_grad_(flags[key])
     return LoadReport(missing=missing, unexpected=unexpected, on_meta=tuple(on_meta))
 
 

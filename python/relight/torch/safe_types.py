@@ -255,7 +255,9 @@ def check_dtype_state(dtype: Any, state: Any) -> None:
         )
 
 
-def _numpy_array(shape: Any, dtype: Any, buffer: Any, offset: Any = 0, strides: Any = None, order: Any = "C") -> Any:
+def _numpy_array(
+    shape: Any, dtype: Any, buffer: Any = None, offset: Any = 0, strides: Any = None, order: Any = "C"
+) -> Any:
     if type(buffer) is not bytearray:
         raise pickle.UnpicklingError("a numpy array is allowed only over a bytearray of its own")
     np = _numpy()
