@@ -7,15 +7,16 @@ use std::path::Path;
 use std::time::Duration;
 
 use pipeline::{Bed, LONG, bytes_of, committed, drain_until_found, model, options, plan_of, save, tags};
-use relight_engine::engine::Engine;
+use relight_engine::engine::{Engine, EngineOptions};
 use relight_engine::events::{Event, Level};
 use relight_engine::image::Tier;
+use relight_engine::share::BeginOptions;
 use relight_engine::wait::never;
 use relight_testkit::{Fault, Op};
 
 /// An engine that cannot persist dies without a close: what it has staged is in its region.
 fn dies_with(bed: &Bed, work: impl FnOnce(&Engine)) {
-    let engine = bed.engine(relight_engine::engine::EngineOptions { attempts_max: 1, ..options(bed) });
+    let engine = bed.engine(EngineOptions { attempts_max: 1, ..options(bed) });
     bed.faults.fail(Fault::with(5).on(Op::Write));
     work(&engine);
     assert!(engine.flush(LONG, &never).unwrap());
@@ -174,4 +175,64 @@ fn a_tag_that_another_process_has_saved_since_is_not_overwritten() {
     assert!(next.flush(LONG, &never).unwrap());
     assert_eq!(bytes_of(&root.open_image("last", "model.pt", None).unwrap()), model(2, 50_000));
     assert!(next.close(LONG, &never).unwrap());
+}
+
+fn commits(bed: &Bed) -> Vec<String> {
+    let files = bed.memory.files(Path::new("/ckpt"));
+    let text = files.iter().find(|(path, _)| path.ends_with("checkpointHistories.csv")).unwrap().1;
+    let text = String::from_utf8(text.clone()).unwrap();
+    let lines = text.lines().filter(|line| line.contains(",commit,"));
+    lines.map(|line| line.split(',').nth(2).unwrap().to_owned()).collect()
+}
+
+#[test]
+fn drained_tags_are_persisted_before_saves_that_wait_already() {
+    let bed = Bed::new();
+    dies_with(&bed, |engine| {
+        let root = engine.open_root(Path::new("/ckpt"), true, true).unwrap();
+        save(&root, "old1", &model(1, 50_000));
+        save(&root, "old2", &model(2, 50_000));
+    });
+    let next = bed.engine(options(&bed));
+    let root = next.open_root(Path::new("/ckpt"), true, false).unwrap();
+    bed.slow.gate().close(Op::CreateDir, "/new1");
+    save(&root, "new1", &model(3, 50_000));
+    save(&root, "new2", &model(4, 50_000));
+    bed.slow.gate().wait_until_stuck(1);
+    drain_until_found(&next);
+    bed.slow.gate().open();
+    assert!(next.close(LONG, &never).unwrap());
+    assert_eq!(commits(&bed), ["new1", "old1", "old2", "new2"]);
+}
+
+#[test]
+fn what_is_being_drained_counts_towards_the_budget() {
+    const MIB: usize = 1 << 20;
+    let bed = Bed::new();
+    dies_with(&bed, |engine| {
+        let root = engine.open_root(Path::new("/ckpt"), true, true).unwrap();
+        save(&root, "global_step1", &model(1, 4 * MIB));
+    });
+    let next = bed.engine(EngineOptions { memory_bytes_max: Some(8 << 20), ..options(&bed) });
+    bed.slow.gate().close(Op::CreateDir, "global_step1");
+    bed.slow.gate().close(Op::Write, "global_step1");
+    drain_until_found(&next);
+    let root = next.open_root(Path::new("/ckpt"), true, true).unwrap();
+    bed.slow.gate().wait_until_stuck(1);
+    let saver = std::thread::spawn(move || {
+        let share = root.begin("global_step2", BeginOptions::default()).unwrap();
+        let state = model(2, 4 * MIB);
+        let report = share.stage("model.pt", &plan_of(&state), false, &never).unwrap();
+        (report, share.seal(&never).unwrap())
+    });
+    let waits = |event: &Event| matches!(event, Event::Log { message, .. } if message.contains("waiting until"));
+    let mut events = std::iter::from_fn(|| next.next_event(Duration::from_secs(60)));
+    assert!(events.any(|event| waits(&event)), "there is no room before the dead process's image has gone");
+    bed.slow.gate().open();
+    let (report, ticket) = saver.join().unwrap();
+    assert!(report.wait_seconds > 0.0 && !report.streamed);
+    assert!(committed(&ticket));
+    assert!(next.memory().peak_bytes <= 8 << 20);
+    assert!(next.close(LONG, &never).unwrap());
+    assert!(bed.region_files().is_empty());
 }
