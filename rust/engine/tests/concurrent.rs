@@ -193,7 +193,9 @@ fn names_that_differ_in_case_only_are_refused_naming_both_before_anything_is_wri
     let error = save(&root, "best_1", &files(&[("model.pt", b"1")])).unwrap_err();
     assert_eq!(error.kind, ErrorKind::InvalidArgument);
     assert!(error.message.contains("Best_1") && error.message.contains("best_1"), "{error}");
-    let error = save(&root, "Best_1", &files(&[("MODEL.pt", b"1")])).unwrap_err();
+    let generation = root.tag("Best_1").unwrap().begin_generation(&writer()).unwrap();
+    let error = generation.create_file("MODEL.pt").unwrap_err();
+    generation.abandon();
     assert_eq!(error.kind, ErrorKind::InvalidArgument);
     assert!(error.message.contains("MODEL.pt") && error.message.contains("model.pt"), "{error}");
     assert!(content(&disk) == before);

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use relight_engine::clock::SystemClock;
 use relight_engine::disk::{Disk, PosixDisk};
+use relight_engine::error::ErrorKind;
 use relight_engine::root::{RootOptions, RootStore};
 use relight_format::history::{HEADER, HistoryRecord};
 use relight_testkit::MemoryDisk;
@@ -105,6 +106,21 @@ fn a_history_of_another_program_keeps_its_lines() {
     assert!(text.starts_with("name,duration\nglobal_step1,3.5\n"));
     assert_eq!(text.matches(HEADER).count(), 1);
     assert_eq!(tags(&root), ["a", "b"]);
+}
+
+/// Guards: a line written while another process writes one.
+#[test]
+fn there_is_one_writer_at_a_time() {
+    let (disk, root) = fresh();
+    root.history().append(&record("a")).unwrap();
+    let lock = Path::new(ROOT).join(".relight/history.lock");
+    let held = disk.lock(&lock, "pid 77", Duration::ZERO).unwrap();
+    let error = root.history().append(&record("b")).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Conflict);
+    assert!(error.message.contains("pid 77"), "{error}");
+    drop(held);
+    root.history().append(&record("c")).unwrap();
+    assert_eq!(tags(&root), ["a", "c"]);
 }
 
 /// Guards: lines of two processes that are lost or mixed.
