@@ -167,8 +167,11 @@ def load(
 
     if not _is_zip(_head_of(path)):
         return other_files.load(path, path, _head_of(path), map_location, pickle_module, weights_only, allow)
+    image = _core.open_image(path)
+    if not all(entry.stored for entry in image.entries):
+        return other_files.load_packed(path, map_location, pickle_module, weights_only, allow)
     return load_image(
-        _core.open_image(path),
+        image,
         map_location=map_location,
         weights_only=weights_only,
         mmap=bool(mmap),

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,34 @@ def test_a_flipped_byte_of_a_tensor_is_named(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(relight.CorruptCheckpoint, match="data/0"):
         relight.load(path)
+
+
+def test_an_archive_that_another_tool_compressed_is_loaded(tmp_path: Path) -> None:
+    relight.save({"w": torch.zeros(10_000)}, tmp_path / "x.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "x.pt") as old,
+        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for info in old.infolist():
+            new.writestr(info.filename, old.read(info))
+    assert (tmp_path / "y.pt").stat().st_size < 5000
+    assert torch.equal(relight.load(tmp_path / "y.pt")["w"], torch.zeros(10_000))
+    assert torch.equal(relight.load(io.BytesIO((tmp_path / "y.pt").read_bytes()))["w"], torch.zeros(10_000))
+
+
+def test_the_old_format_is_loaded_by_its_path(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    assert relight.load(tmp_path / "x.pt")["w"].tolist() == [1, 1, 1]
+    with pytest.raises(relight.InvalidArgument, match=r"relight\.load"):
+        relight.open(tmp_path / "x.pt")
+
+
+def test_a_torchscript_archive_is_said_to_be_one(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as file:
+        for name in ("data.pkl", "constants.pkl", "version"):
+            file.writestr(f"x/{name}", b"3")
+    with pytest.raises(relight.InvalidArgument, match=r"torch\.jit\.load"):
+        relight.load(tmp_path / "x.pt")
 
 
 # ---- what changes while it is saved ----

@@ -12,9 +12,9 @@ from typing import IO, Any
 
 import torch
 from relight.exceptions import CorruptCheckpoint, InvalidArgument, ObjectNotAllowed
-from relight.torch import safe_types
+from relight.torch import private, safe_types
 
-__all__ = ["load"]
+__all__ = ["load", "load_packed"]
 
 # The pickle of `torch.serialization.MAGIC_NUMBER`, with which every file in the format before 1.6 starts.
 _LEGACY_MAGIC = bytes.fromhex("8a0a6cfc9c46f9206aa85019")
@@ -44,16 +44,35 @@ def load(
     is_tar = head[_TAR_AT : _TAR_AT + len(_TAR_MAGIC)] == _TAR_MAGIC
     if _LEGACY_MAGIC not in head[:64] and not is_tar:
         raise CorruptCheckpoint(f"{name} is no file of torch.save: it starts with {head[:8]!r}", path=name)
-    allowed = safe_types.as_torch_globals(allow)
     try:
-        with torch.serialization.safe_globals(allowed):
-            return torch.load(f, map_location=map_location, pickle_module=pickle_module, weights_only=weights_only)
+        return _torch_load(f, map_location, pickle_module, weights_only, allow)
     except pickle.UnpicklingError as error:
         raise ObjectNotAllowed(
             f"{name} is in the format before torch 1.6, and torch's weights-only loader does not take it: "
             f"{_gist(error)}. If you trust the file, load it with weights_only=False and save it again",
             path=name,
         ) from error
+
+
+def load_packed(path: str, map_location: Any, pickle_module: Any, weights_only: bool, allow: list[object]) -> Any:
+    """What torch.load makes of an archive that another tool has packed anew, with compression.
+
+    Raises:
+        ObjectNotAllowed: it holds a type that torch's list and `allow` lack.
+    """
+    try:
+        return _torch_load(path, map_location, pickle_module, weights_only, allow)
+    except pickle.UnpicklingError as error:
+        raise ObjectNotAllowed(
+            f"{path} was compressed by another tool, and torch's weights-only loader does not take it: {_gist(error)}. "
+            "Unpack it and pack it again without compression, or if you trust it pass weights_only=False",
+            path=path,
+        ) from error
+
+
+def _torch_load(f: Any, map_location: Any, pickle_module: Any, weights_only: bool, allow: list[object]) -> Any:
+    with private.safe_globals(safe_types.as_torch_globals(allow)):
+        return torch.load(f, map_location=map_location, pickle_module=pickle_module, weights_only=weights_only)
 
 
 def _gist(error: Exception) -> str:

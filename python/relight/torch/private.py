@@ -2,13 +2,15 @@
 
 Owns: each private name, why it is needed, and in which versions it is there.
 Must not: hold logic of relight's.
-Invariant: every name here was looked up in torch 2.4 and in torch 2.13, or says since when it is there.
+Invariant: every name here is there in torch 2.4 to 2.13, or its function says what stands for it where it is not.
 
 Typed as Any where torch has no types for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ __all__ = [
     "REBUILD_V2",
     "REBUILD_V3",
     "TYPED_DTYPES",
+    "map_location_set",
     "new_storage",
     "restore_location",
+    "safe_globals",
     "sparse_to_validate",
     "storage_type",
     "storage_type_of",
@@ -95,3 +99,32 @@ def validate_sparse() -> None:
     """Checks them now, if the user asked torch for such checks, and forgets them."""
     validate: Any = torch._utils._validate_loaded_sparse_tensors
     validate()
+
+
+@contextmanager
+def safe_globals(items: Sequence[Any]) -> Iterator[None]:
+    """`torch.serialization.safe_globals`, which torch 2.4 lacks, and which forgets what the user had added too."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals(list(items))
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+@contextmanager
+def map_location_set(map_location: Any) -> Iterator[None]:
+    """Tells torch's rebuild functions of tensors without a storage where they go, as torch.load does.
+
+    In torch 2.4 it is an attribute of another thread-local object.
+    """
+    local: Any = getattr(torch.serialization, "_serialization_tls", None)
+    if local is None or not hasattr(local, "map_location"):
+        local = getattr(torch._utils, "_thread_local_state")  # noqa: B009  # torch 2.13 has no such name to check
+    before = getattr(local, "map_location", None)
+    local.map_location = map_location
+    try:
+        yield
+    finally:
+        local.map_location = before

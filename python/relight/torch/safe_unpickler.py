@@ -13,6 +13,7 @@ take only kinds that cannot be a class or a function. Memo, frames and marks are
 from __future__ import annotations
 
 import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # the names of Python 2, which protocol 2 writes
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from io import BytesIO
@@ -21,10 +22,6 @@ from typing import Any
 
 import torch
 from relight.torch import private, safe_types
-from torch._utils import (  # names of Python 2, which protocol 2 writes; in torch 2.4 to 2.13
-    IMPORT_MAPPING,
-    NAME_MAPPING,
-)
 
 __all__ = ["Refused", "SafeUnpickler"]
 

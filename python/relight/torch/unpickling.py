@@ -18,7 +18,6 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ def load_image(
     """
     allow = list(allow)
     reader = _Reader(image, map_location, mmap)
-    with quiet_gc.paused(), _map_location_set(map_location):
+    with quiet_gc.paused(), private.map_location_set(map_location):
         if weights_only:
             result = _load_safely(reader, allow)
         else:
@@ -75,7 +74,7 @@ def load_image(
 def load_leniently(image: ImageLike, *, mmap: bool, allow: Iterable[object] = ()) -> Any:
     """The object, with a `Refused` in the place of whatever is not allowed."""
     reader = _Reader(image, None, mmap, cpu_only=True)
-    with quiet_gc.paused(), _map_location_set(None):
+    with quiet_gc.paused(), private.map_location_set(None):
         unpickler = SafeUnpickler(
             reader.pickle, table=safe_types.allowed_globals(allow), persistent_load=reader.persistent_load, lenient=True
         )
@@ -99,7 +98,7 @@ def _refusal(reader: _Reader, table: dict[str, object], error: Exception) -> Exc
     bare = _Reader(reader.image, "meta", False)
     unpickler = SafeUnpickler(bare.pickle, table=table, persistent_load=bare.persistent_load, lenient=True)
     try:
-        with _map_location_set("meta"):
+        with private.map_location_set("meta"):
             result = unpickler.load()
     except (pickle.UnpicklingError, TypeError, ValueError, AttributeError, RuntimeError):
         result = None
@@ -259,17 +258,3 @@ class _Reader:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-@contextmanager
-def _map_location_set(map_location: MapLocation) -> Iterator[None]:
-    """Tells torch's rebuild functions of tensors without storage where they go. Private: its place moved after 2.4."""
-    local: Any = getattr(torch.serialization, "_serialization_tls", None)
-    if local is None or not hasattr(local, "map_location"):
-        local = torch._utils._thread_local_state  # type: ignore[attr-defined]  # torch 2.4
-    before = getattr(local, "map_location", None)
-    local.map_location = map_location
-    try:
-        yield
-    finally:
-        local.map_location = before
