@@ -88,8 +88,11 @@ def picture(
     title = f"To the disk: {size / 1e6:.0f} MB, {measured['rounds']} rounds"
     speed.set(title=title, ylabel="durable MB/s, median and each round")
 
-    def curve(record: Record) -> tuple[list[int], list[float]]:
-        return list(record.losses), [float(loss) for loss in record.losses.values()]
+    def curve(record: Record, since: Record | None = None) -> tuple[list[int], list[float]]:
+        """Steps and losses; a resumed run is drawn from the last point of the one before it."""
+        last = dict(list(since.losses.items())[-1:]) if since else {}
+        known = {**last, **record.losses}
+        return list(known), [float(loss) for loss in known.values()]
 
     losses.plot(*curve(plain), color=PLAIN, linewidth=5, alpha=0.45, label="never interrupted (torch.save)")
     losses.plot(*curve(before), color=RELIGHT, linewidth=1.6, label="relight, until the kill")
@@ -97,7 +100,7 @@ def picture(
         *curve(after), color=RELIGHT, linewidth=1.6, linestyle=(0, (2, 1)), label="relight, resumed from memory"
     )
     for record, style in zip(nebula, ("-", (0, (2, 1))), strict=True):
-        x, y = curve(record)
+        x, y = curve(record, None if record.killed_at else nebula[0])
         label = "Nebula script, until the kill" if record.killed_at else "Nebula script, resumed from memory"
         losses.plot(
             x,
