@@ -193,14 +193,14 @@ fn acquire(table: &mut Table, path: &Path, mode: Mode, create: bool) -> io::Resu
 }
 
 fn acquire_with(table: &mut Table, path: &Path, mode: Mode, flags: OFlags) -> io::Result<Option<FileLock>> {
-    if let Some(key) = key_of(path)? {
-        if let Some(held) = table.held.get_mut(&key) {
-            if mode == Mode::Exclusive || held.readers == 0 {
-                return Ok(None);
-            }
-            held.readers += 1;
-            return Ok(Some(FileLock { file: Arc::clone(&held.file), key, pid: table.pid }));
+    if let Some(key) = key_of(path)?
+        && let Some(held) = table.held.get_mut(&key)
+    {
+        if mode == Mode::Exclusive || held.readers == 0 {
+            return Ok(None);
         }
+        held.readers += 1;
+        return Ok(Some(FileLock { file: Arc::clone(&held.file), key, pid: table.pid }));
     }
     let file = File::from(file::open(path, OFlags::RDWR | OFlags::NOFOLLOW | flags, 0o666)?);
     take(table, path, file, mode)

@@ -1,5 +1,6 @@
 //! Regions whose owner is killed, at random moments of its work.
 #![cfg(not(feature = "loom"))]
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};

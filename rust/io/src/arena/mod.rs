@@ -265,13 +265,13 @@ impl Inner {
     /// Puts memory behind the parts of an extent that have none.
     fn reserve(&self, extents: &mut Extents, start: u64, len: u64) -> std::io::Result<()> {
         for part in extents.unreserved(start..start + len) {
-            if let Some((_, lock)) = &self.file {
-                if !file::reserve(lock.file(), DATA_OFFSET + part.start, part.end - part.start)? {
-                    return Err(std::io::Error::new(
-                        std::io::ErrorKind::Unsupported,
-                        "the file system of the memory tier cannot reserve memory; choose a tmpfs as /dev/shm",
-                    ));
-                }
+            if let Some((_, lock)) = &self.file
+                && !file::reserve(lock.file(), DATA_OFFSET + part.start, part.end - part.start)?
+            {
+                return Err(std::io::Error::new(
+                    std::io::ErrorKind::Unsupported,
+                    "the file system of the memory tier cannot reserve memory; choose a tmpfs as /dev/shm",
+                ));
             }
             extents.note_reserved(part);
         }

@@ -224,10 +224,11 @@ fn names(dir: &Path, suffix: &str) -> Result<Vec<PathBuf>, ArenaError> {
 pub(super) fn remove(path: &Path) -> Result<(), ArenaError> {
     let lock = lock_of_dead(path)?;
     // A damaged region may be removed; one whose header is good still says who its owner is.
-    if let Some(owner) = read_owner(lock.file(), path)?.filter(|owner| is_alive(*owner)) {
-        if owner.pid != std::process::id() && check_header(lock.file(), path).is_ok() {
-            return Err(ArenaError::Owned { path: path.to_owned(), pid: Some(owner.pid) });
-        }
+    if let Some(owner) = read_owner(lock.file(), path)?.filter(|owner| is_alive(*owner))
+        && owner.pid != std::process::id()
+        && check_header(lock.file(), path).is_ok()
+    {
+        return Err(ArenaError::Owned { path: path.to_owned(), pid: Some(owner.pid) });
     }
     fs::remove_file(path).map_err(failed("remove the region", path))
 }

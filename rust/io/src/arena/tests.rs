@@ -1,4 +1,5 @@
 //! Regions within one process; `tests/arena_kill.rs` has those that die.
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
