@@ -76,7 +76,8 @@ class Checkpoint:
         from relight.nebula import staging  # brings torch, which a process that only lists does not need
 
         file = _file_name(name)
-        share = shares.process().open(self._root, self._tag, _world())
+        share = shares.process().of(self._root, self._tag, _world())
+        lifetime.watch()  # a handle from a getter opened none
         share.save(file, self._count, lambda target: staging.stage(target, file, obj))
         shares.process().warn_of_failed_persists()
 
@@ -113,7 +114,7 @@ class Checkpoint:
         Returns:
             True if they are; False if a save failed and was not repeated: then the tag stays incomplete.
         """
-        return shares.process().open(self._root, self._tag, _world()).seal()
+        return shares.process().of(self._root, self._tag, _world()).seal()
 
     def _load_from_tiers(self, file: str, map_location: Any, weights_only: bool) -> Any:
         image = self._open(file)

@@ -317,13 +317,18 @@ class Shares:
         self._stepped = False
 
     def open(self, root: NebulaRoot, tag: str, world: World) -> TagShare:
-        """The share of a tag. A client that never steps ends a tag by opening another."""
+        """The share of a tag that a client begins. Who never steps ends a tag by beginning another."""
+        share = self.of(root, tag, world)
+        self.end_others_unless_stepping(share)
+        return share
+
+    def of(self, root: NebulaRoot, tag: str, world: World) -> TagShare:
+        """The share of a tag."""
         with self._lock:
             share = self._shares.get((root.key, tag))
             if share is None:
                 share = self._shares[root.key, tag] = TagShare(root, tag, world, self._books)
-        self.end_others_unless_stepping(share)
-        return share
+            return share
 
     def end_others_unless_stepping(self, current: TagShare | None) -> None:
         """Seals every share but `current`, in a process that has made no optimizer step to seal them."""

@@ -160,6 +160,17 @@ def test_nebula_12_one_save_is_visible_after_another_tag_without_steps(root: Pat
     assert visible(root) == ["global_step1"]
 
 
+def test_nebula_12_saves_by_turns_through_two_handles_end_neither(root: Path, visible: Look) -> None:
+    """Guards: saving through a handle was taken for beginning its tag, and published the other one half."""
+    first, second = nm.Checkpoint("first"), nm.Checkpoint("second")
+    for name in ("a", "b"):
+        first.save(name, 1)
+        second.save(name, 1)
+    assert visible(root) == []
+    nm.flush_persistence()
+    assert sorted(visible(root)) == ["first", "second"]
+
+
 def test_nebula_12_another_tag_does_not_end_a_save_once_the_process_steps(root: Path, visible: Look) -> None:
     step()
     best, last = nm.Checkpoint("best"), nm.Checkpoint("last")
@@ -408,3 +419,9 @@ def test_a_failed_tag_gives_its_memory_back_once_a_newer_one_is_complete(root: P
     assert failed.commit() is True
     found = nm.get_checkpoint("global_step1")
     assert (found.load("a"), found.load("b")) == (1, 1)
+
+
+def test_nebula_12_a_save_through_a_handle_of_a_getter_is_visible_after_a_clean_exit(start, root: Path) -> None:
+    start.run("import sys, nebulaml as nm; nm.init(sys.argv[1]); nm.Checkpoint('t').save('a', 1)", root)
+    start.run("import sys, nebulaml as nm; nm.init(sys.argv[1]); nm.get_checkpoint('t').save('b', 2)", root)
+    assert [file["name"] for file in nm.list_checkpoints()[0]["files"]] == ["a", "b"]
