@@ -1,5 +1,8 @@
-//! The primitives that the lock-free parts are built on: the standard ones, or loom's under the feature `loom`, which
-//! then tries every interleaving and every allowed stale read.
+//! The primitives that the lock-free parts are built on.
+//!
+//! Owns: the choice between the standard ones and, under the feature `loom`, loom's, which try every interleaving and
+//! every allowed stale read.
+//! Must not: behave differently in the two forms.
 
 #[cfg(feature = "loom")]
 pub(crate) use loom::{

@@ -1,4 +1,7 @@
 //! Python's `Engine`.
+//!
+//! Owns: the keywords of `Engine` and their defaults; JSON of what it reports.
+//! Must not: keep an option that `EngineOptions` does not have.
 
 use std::path::PathBuf;
 use std::sync::Arc;

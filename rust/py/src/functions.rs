@@ -1,4 +1,7 @@
 //! The functions of the module: what needs no engine.
+//!
+//! Owns: `save_file`, `open_image`, regions, names, CRC.
+//! Must not: touch the engine of this process, or keep state.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,4 +1,7 @@
 //! Python's `Image` and `ImageEntry`.
+//!
+//! Owns: which images a forked child may go on using: those of files.
+//! Must not: hand out bytes of the image itself: what is read is a copy that was checked.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PySequence};

@@ -1,4 +1,7 @@
 //! Python's `Root`.
+//!
+//! Owns: the keywords of `Root` and the JSON of what it lists.
+//! Must not: order or filter checkpoints (the engine does).
 
 use pyo3::prelude::*;
 use relight_engine::HistoryRecord;

@@ -1,4 +1,7 @@
 //! Python's `Share` and `StageReport`.
+//!
+//! Owns: the export of the caller's buffers for the length of one `stage`.
+//! Must not: keep a buffer after the call: on return the caller may change its tensors.
 
 use pyo3::prelude::*;
 use pyo3::types::PySequence;

@@ -1,4 +1,7 @@
 //! Python's `Ticket`.
+//!
+//! Owns: progress as JSON, the wait, the error of a failed persist as a new exception each time.
+//! Must not: call back into Python from the persist thread.
 
 use pyo3::prelude::*;
 use relight_engine::ticket;

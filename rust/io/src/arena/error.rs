@@ -1,4 +1,7 @@
 //! What can go wrong with the memory tier's memory.
+//!
+//! Owns: the cases that a caller acts on differently: wait, stream instead, leave a region alone, tell the person.
+//! Must not: say what to do about a checkpoint (the engine knows that); lose the system's own error.
 
 use std::io;
 use std::path::PathBuf;

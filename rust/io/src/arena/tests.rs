@@ -1,4 +1,7 @@
-//! Regions within one process; `tests/arena_kill.rs` has those that die.
+//! Regions within one process.
+//!
+//! Owns: what a region promises while its owner lives, and how it is found afterwards.
+//! Must not: kill anybody; `tests/arena_kill.rs` does.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::fs;
