@@ -43,8 +43,9 @@ def _status() -> dict[str, int]:
 class Peak:
     """Bytes of memory above what was there before; filled in when the block ends."""
 
-    own = 0  # growth of the process at its highest, shared memory that was there before not counted
-    shared = 0  # shared memory mapped and touched, whole
+    grown = 0  # of the process at its highest
+    whole = 0  # the same, with the shared memory that it had before: the memory tier counts each time
+    shared = 0  # shared memory at the end
 
 
 @contextmanager
@@ -55,5 +56,6 @@ def peak_memory() -> Iterator[Peak]:
     before = _status()
     yield peak
     after = _status()
+    peak.grown = max(0, after["VmHWM"] - before["VmRSS"])
+    peak.whole = peak.grown + before["RssShmem"]
     peak.shared = after["RssShmem"]
-    peak.own = max(0, after["VmHWM"] - before["VmRSS"])

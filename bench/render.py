@@ -82,8 +82,8 @@ def _peak(result: dict[str, Any], name: str) -> str:
     if peak is None or name.startswith("limit"):
         return ""
     if name.startswith("relight: save") or name == "relight: resume from memory":
-        return f"{(peak['own'] + peak['shared']) / 2**20:.0f} MiB ({peak['shared'] / 2**20:.0f} shared)"
-    return f"{peak['own'] / 2**20:.0f} MiB"
+        return f"{peak['whole'] / 2**20:.0f} MiB ({peak['shared'] / 2**20:.0f} shared)"
+    return f"{peak['grown'] / 2**20:.0f} MiB"
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -35,7 +35,7 @@ class Bench:
         self.model, self.optimizer = states.training(size_mib)
         self.bytes = states.state_bytes(self.model, self.optimizer)
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        self.peaks: dict[str, dict[str, int]] = defaultdict(lambda: {"own": 0, "shared": 0})
+        self.peaks: dict[str, dict[str, int]] = defaultdict(dict)
         self.checks: dict[str, str] = {}
         self.by_torch = folder / "torch.pt"
         self.ckpt = relight.Checkpointer(folder / "root", keep=2)
@@ -58,8 +58,9 @@ class Bench:
             started = time.perf_counter()
             result = work()
             self.seconds[name].append(time.perf_counter() - started)
-        best = self.peaks[name]
-        best["own"], best["shared"] = max(best["own"], peak.own), max(best["shared"], peak.shared)
+        highest = self.peaks[name]
+        for what, value in vars(peak).items():
+            highest[what] = max(highest.get(what, 0), value)
         return result
 
     # ---- limits of the machine ----

@@ -31,10 +31,16 @@ def state(kind: str) -> Any:
 
 
 def torch_save_durably(state: Any, path: Path) -> None:
-    with open(path, "wb") as file:
+    """What relight.save promises, made of torch.save: temporary name, fsync, rename, fsync of the folder."""
+    partial = path.with_suffix(".partial")
+    with open(partial, "wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
+    partial.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
 
 
 def test_save_torch(benchmark: Any, state: Any, kind: str, tmp_path: Path) -> None:
