@@ -72,7 +72,7 @@ def save(
             if earlier is not None:
                 earlier.wait(None)  # else its older state would be put over this one; its handle has its error
         snapshot = plan_object(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol, stem=stem)
-        compare = others_run()
+        compare = Options().torn_check == "compare" or others_run()
         _core.save_file(path, snapshot.entries, stem=stem, compare=compare, durable=durable)
         return
     write = getattr(f, "write", None)

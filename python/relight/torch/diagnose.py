@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from relight.exceptions import NotPicklable
@@ -86,6 +87,8 @@ def _parts(part: object) -> Iterator[tuple[object, object]]:
         elif half is not None:
             yield "<state>", half
     attributes = dict(paths.children(part)) if not isinstance(part, (dict, list, tuple, set, frozenset)) else {}
+    if isinstance(part, defaultdict):
+        attributes["default_factory"] = part.default_factory
     for index, argument in enumerate(reduced[1]):
         if argument is not part:
             name = next((key for key, value in attributes.items() if value is argument), f"<argument {index}>")

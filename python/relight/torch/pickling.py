@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from relight.exceptions import TornSnapshot
+from relight.exceptions import InvalidArgument, TornSnapshot
 from relight.torch import diagnose, paths, private, quiet_gc, reach, safe_types
 from relight.torch.buffers import readable_view
 from torch.storage import TypedStorage, UntypedStorage
@@ -129,7 +129,10 @@ def plan_object(
 
     Raises:
         NotPicklable: names the key and the type of what cannot be saved.
+        InvalidArgument: inside `torch.serialization.skip_data`.
     """
+    if private.skips_data():
+        raise InvalidArgument("torch.serialization.skip_data makes a file without data; use torch.save for that")
     with quiet_gc.paused():
         try:
             try:

@@ -27,6 +27,7 @@ __all__ = [
     "new_storage",
     "restore_location",
     "safe_globals",
+    "skips_data",
     "sparse_to_validate",
     "storage_type",
     "storage_type_of",
@@ -87,6 +88,12 @@ def restore_location(map_location: Any) -> Any:
     """The function (storage, location) -> storage that torch.load makes of `map_location`."""
     make: Any = torch.serialization._get_restore_location
     return make(map_location)
+
+
+def skips_data() -> bool:
+    """Whether the caller is inside `torch.serialization.skip_data`, which torch has since 2.5."""
+    local: Any = getattr(torch.serialization, "_serialization_tls", None)
+    return bool(getattr(local, "skip_data", False))
 
 
 def sparse_to_validate() -> list[torch.Tensor]:

@@ -140,7 +140,8 @@ class _Reader:
 
     def __init__(self, image: ImageLike, map_location: MapLocation, mmap: bool, *, cpu_only: bool = False) -> None:
         self.image = image
-        self._index = {entry.name: number for number, entry in enumerate(image.entries)}
+        self._entries = list(image.entries)  # once: the engine makes the list anew each time
+        self._index = {entry.name: number for number, entry in enumerate(self._entries)}
         self._check_kind()
         self._cpu_only = cpu_only
         self._restore = private.restore_location(map_location)
@@ -172,7 +173,7 @@ class _Reader:
         return name != sys.byteorder
 
     def _data(self) -> Iterator[tuple[int, Any]]:
-        for number, entry in enumerate(self.image.entries):
+        for number, entry in enumerate(self._entries):
             if entry.name.startswith("data/") and entry.length:
                 yield number, entry
 
@@ -225,7 +226,7 @@ class _Reader:
             storage = private.new_storage(nbytes, "meta")
             number = self._index.get(f"data/{key}")
             if number is not None:
-                storage._checkpoint_offset = self.image.entries[number].offset
+                storage._checkpoint_offset = self._entries[number].offset
             return storage
         if not nbytes:
             return private.new_storage(0)
