@@ -115,7 +115,7 @@ for n in range(start + 1, start + 10000):
 """
     )
     newest, tiers = 0, []
-    for round_ in range(40):
+    for round_ in range(25):
         child = processes.start(source, root)
         word = child.line()
         assert word is not None, f"round {round_}: {child.errors()}"

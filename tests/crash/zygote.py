@@ -15,8 +15,9 @@ import warnings
 
 import numpy  # noqa: F401  # loaded before the forks, as torch loads it at first use
 import relight
+import relight.torch.pickling
+import relight.torch.unpickling  # noqa: F401
 import torch
-import torch._utils  # noqa: F401
 
 
 def serve(door: socket.socket) -> str | None:
@@ -36,7 +37,6 @@ def serve(door: socket.socket) -> str | None:
         child = os.fork()
         if child == 0:
             os.setsid()
-            door.close()
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
                 os.close(stream)
@@ -55,8 +55,10 @@ def say(*words: object) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first one imports torch's compiler
     warnings.simplefilter("error")
-    source = serve(socket.socket(fileno=int(sys.argv[1])))
+    with socket.socket(fileno=int(sys.argv[1])) as door:
+        source = serve(door)
     if source is not None:
         exec(  # noqa: S102  # the whole purpose
             compile(source, "<script>", "exec"),
