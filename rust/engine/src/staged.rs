@@ -198,30 +198,23 @@ impl Catalogue {
         gone
     }
 
-    /// Keeps, of what is persisted of this root, the newest `keep` checkpoints.
+    /// Keeps, of what is persisted of this root, the newest `keep` checkpoints, and of each only what newer saves of its
+    /// tag have not replaced.
     pub(crate) fn keep_newest(&mut self, root: &Path, keep: usize) {
-        let mut keys: Vec<CheckpointKey> = self
-            .of_root(root)
-            .filter(|entry| entry.fate == Fate::Persisted)
-            .filter_map(|entry| entry.staged.key())
-            .collect();
-        keys.sort_unstable();
-        let Some(surplus) = keys.len().checked_sub(keep).filter(|surplus| *surplus > 0) else { return };
-        let last_to_go = keys[surplus - 1];
-        self.evict_where(|entry| {
-            entry.fate == Fate::Persisted
-                && entry.staged.root() == Some(root)
-                && entry.staged.key().is_some_and(|key| key <= last_to_go)
-        });
+        self.keep_newest_of(root, keep, Fate::Persisted);
     }
 
-    /// Keeps, of a root without a persistent tier, the newest `keep` checkpoints, and of each only what newer saves of its
-    /// tag have not replaced.
+    /// The same for a root without a persistent tier, which keeps at least one.
     pub(crate) fn keep_newest_only_here(&mut self, root: &Path, keep: usize) {
+        self.keep_newest_of(root, keep.max(1), Fate::OnlyHere);
+    }
+
+    /// Counts checkpoints, not saves: two rounds of one tag are one checkpoint.
+    fn keep_newest_of(&mut self, root: &Path, keep: usize, fate: Fate) {
         let mut newest: BTreeMap<String, CheckpointKey> = BTreeMap::new();
         let mut replaced: BTreeSet<u64> = BTreeSet::new();
         let mut held: BTreeSet<(String, String)> = BTreeSet::new();
-        for entry in self.of_root(root).rev() {
+        for entry in self.of_root(root).rev().filter(|entry| entry.fate == fate) {
             let (Some(record), Some(key)) = (entry.staged.tag(), entry.staged.key()) else { continue };
             let best = newest.entry(record.tag.clone()).or_insert(key);
             *best = key.max(*best);
@@ -234,10 +227,11 @@ impl Catalogue {
         }
         let mut tags: Vec<_> = newest.into_iter().map(|(tag, key)| (key, tag)).collect();
         tags.sort_unstable();
-        let surplus = tags.len().saturating_sub(keep.max(1));
+        let surplus = tags.len().saturating_sub(keep);
         let old: BTreeSet<String> = tags.into_iter().take(surplus).map(|(_, tag)| tag).collect();
         self.evict_where(|entry| {
-            entry.staged.root() == Some(root)
+            entry.fate == fate
+                && entry.staged.root() == Some(root)
                 && entry
                     .staged
                     .tag()

@@ -103,3 +103,22 @@ fn after_a_death_only_who_opens_the_same_name_has_them() {
     assert!(successor.close(None, &never).unwrap());
     assert!(bed.region_files().is_empty());
 }
+
+/// Guards: two rounds of one tag (as DeepSpeed's `save_16bit_model` after `save_checkpoint`) counted as two checkpoints.
+#[test]
+fn retention_in_memory_counts_checkpoints_also_of_a_root_on_disk() {
+    let bed = Bed::new();
+    let engine = bed.engine(EngineOptions { memory_keep: 2, ..options(&bed) });
+    let root = engine.open_root(Path::new("/ckpt"), true, true).unwrap();
+    for step in 1..=4 {
+        for file in ["a", "b", "b"] {
+            let share = root.begin(&format!("global_step{step}"), BeginOptions::default()).unwrap();
+            share.stage(file, &plan_of(&model(step, 5000)), false, &never).unwrap();
+            assert!(committed(&share.seal(&never).unwrap()));
+        }
+    }
+    let in_memory = |listed: &relight_engine::tags::Listed| listed.tiers.contains(&Tier::Memory);
+    let tags: Vec<_> = root.list().unwrap().into_iter().filter(in_memory).map(|listed| listed.tag).collect();
+    assert_eq!(tags, ["global_step3", "global_step4"]);
+    assert_eq!(engine.memory().checkpoints.len(), 4, "what was replaced is freed");
+}
