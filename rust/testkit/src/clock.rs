@@ -1,4 +1,7 @@
 //! A clock that stands still until a test moves it.
+//!
+//! Owns: the simulated form of the `Clock` seam.
+//! Must not: read the machine's time, or wait.
 
 use std::sync::Mutex;
 use std::time::Duration;

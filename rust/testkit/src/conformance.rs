@@ -1,6 +1,7 @@
 //! One suite that every disk passes: `disk_conformance!(posix, || (disk, directory))`.
 //!
 //! Owns: what `Disk` promises and any form of it can show without a power cut.
+//! Must not: ask more of a disk than the documentation of `Disk` does.
 
 use std::io;
 use std::path::Path;

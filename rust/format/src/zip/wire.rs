@@ -1,4 +1,7 @@
 //! Numbers of the zip format, and little-endian access that cannot leave the bytes.
+//!
+//! Owns: signatures and field sizes, as the zip specification (APPNOTE) has them.
+//! Must not: know what an archive of torch looks like.
 
 pub(super) const LOCAL_SIGNATURE: u32 = 0x0403_4b50;
 pub(super) const DESCRIPTOR_SIGNATURE: u32 = 0x0807_4b50;
