@@ -1,11 +1,15 @@
 //! The way of a save: stage, seal, persist, commit; what readers see meanwhile and after.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 mod pipeline;
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use pipeline::{Bed, bytes_of, model, options, plan_of};
+use pipeline::{Bed, LONG, bytes_of, committed, model, options, plan_of, save, tags};
+use relight_engine::ErrorKind;
+use relight_engine::engine::{Engine, EngineOptions};
 use relight_engine::image::Tier;
 use relight_engine::save_file::MemoryKind;
 use relight_engine::share::BeginOptions;
@@ -50,4 +54,54 @@ fn a_save_is_readable_from_memory_at_the_seal_and_from_the_disk_after_the_commit
     assert!(root.verify("global_step5", &never).unwrap().ok());
     assert!(engine.close(Some(Duration::from_secs(60)), &never).unwrap());
     assert!(bed.region_files().is_empty(), "a clean close leaves no region");
+}
+
+#[test]
+fn memory_serves_what_is_damaged_on_the_disk_but_not_what_was_deleted_or_overtaken() {
+    let bed = Bed::new();
+    let engine = bed.engine(EngineOptions { memory_keep: 3, ..options(&bed) });
+    let root = engine.open_root(Path::new("/ckpt"), true, true).unwrap();
+    for (tag, seed) in [("damaged", 1), ("deleted", 2), ("overtaken", 3)] {
+        assert!(committed(&save(&root, tag, &model(seed, 50_000))));
+    }
+    bed.memory.tamper(Path::new("/ckpt/damaged/model.pt"), |bytes| bytes.truncate(100));
+    bed.memory.remove_all(Path::new("/ckpt/deleted"));
+    let elsewhere = Bed::new();
+    let other = Engine::new(options(&elsewhere), bed.disk(), Arc::clone(&bed.clock)).unwrap();
+    let others = other.open_root(Path::new("/ckpt"), true, true).unwrap();
+    assert!(committed(&save(&others, "overtaken", &model(4, 50_000))));
+    assert!(other.close(LONG, &never).unwrap());
+
+    let image = root.open_image("damaged", "model.pt", None).unwrap();
+    assert_eq!((image.tier(), bytes_of(&image)), (Tier::Memory, model(1, 50_000)));
+    assert_eq!(root.open_image("deleted", "model.pt", None).unwrap_err().kind, ErrorKind::NotFound);
+    let image = root.open_image("overtaken", "model.pt", None).unwrap();
+    assert_eq!((image.tier(), bytes_of(&image)), (Tier::Persistent, model(4, 50_000)));
+    assert!(!tags(&root).contains(&"deleted".to_owned()));
+    assert!(engine.close(LONG, &never).unwrap());
+}
+
+#[test]
+fn a_second_save_to_a_tag_adds_its_files_and_each_tier_says_so() {
+    let bed = Bed::new();
+    let engine = bed.engine(options(&bed));
+    let root = engine.open_root(Path::new("/ckpt"), true, true).unwrap();
+    assert!(committed(&save(&root, "t", &model(1, 50_000))));
+    bed.slow.gate().close(Op::CreateDir, "/ckpt/t/");
+    let share = root.begin("t", BeginOptions { best: true, ..BeginOptions::default() }).unwrap();
+    share.stage("optim.pt", &plan_of(&model(2, 50_000)), false, &never).unwrap();
+    let ticket = share.seal(&never).unwrap();
+    let names = || {
+        let listed = root.list().unwrap();
+        let files: Vec<String> = listed[0].files.iter().map(|file| file.name.clone()).collect();
+        (listed.len(), files, listed[0].sequence, listed[0].best, listed[0].tiers.clone())
+    };
+    let files = vec!["model.pt".to_owned(), "optim.pt".to_owned()];
+    assert_eq!(names(), (1, files.clone(), 2, true, vec![Tier::Memory]));
+    assert_eq!(bytes_of(&root.open_image("t", "model.pt", None).unwrap()), model(1, 50_000));
+    assert_eq!(bytes_of(&root.open_image("t", "optim.pt", None).unwrap()), model(2, 50_000));
+    bed.slow.gate().open();
+    assert!(committed(&ticket));
+    assert_eq!(names(), (1, files, 2, true, vec![Tier::Memory, Tier::Persistent]));
+    assert!(engine.close(LONG, &never).unwrap());
 }
