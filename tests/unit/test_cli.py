@@ -363,6 +363,9 @@ os.kill(os.getpid(), signal.SIGKILL)
     listed = relight("ls", tmp_path, "--json").json
     if "global_step2" not in {one["tag"] for one in listed["checkpoints"]}:  # else the disk was faster than the kill
         assert "global_step2" in {one["tag"] for one in listed["in_memory"]}
+        assert "`relight drain` persists it" in relight("ls", tmp_path).out
+        shown = relight("show", tmp_path, "global_step2")
+        assert shown.code == 2 and "`relight drain` persists it" in shown.err
         kept = relight("drain", "--remove")
         assert kept.code == 1 and "global_step2" in kept.err
     drained = relight("drain")

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         known, bad, staged, latest = checkpoints(root), problems(root), staged_for(root), root.latest()
         where = root.path
     on_disk = {one["tag"] for one in known if "persistent" in one["tiers"]}
-    waiting = [one for one in staged if one["tag"] not in on_disk]
+    waiting = [one for one in staged if one["tag"] not in on_disk and one["state"] != "incomplete"]
     if out.as_json:
         out.document({"root": where, "latest": latest, "checkpoints": known, "in_memory": staged, "problems": bad})
         return 0
@@ -60,5 +60,6 @@ def notes(one: Json, latest: str | None) -> str:
 
 def _owner(one: Json) -> str:
     if one["alive"]:
-        return f"being persisted by process {one['pid']}"
+        doing = "could not be persisted" if one["state"] == "failed" else "is being persisted"
+        return f"{doing} by process {one['pid']}"
     return f"left by process {one['pid']}, which is dead: `relight drain` persists it"

@@ -83,6 +83,11 @@ def find(root: _core.Root, tag: str) -> Json:
     for bad in problems(root):
         if bad["tag"] == tag:
             raise _not_whole(root, tag, bad["reason"])
+    for one in staged_for(root):
+        if one["tag"] == tag:
+            way_out = "wait until it is persisted" if one["alive"] else "`relight drain` persists it"
+            message = f"{tag} of {root.path} is only in the memory of process {one['pid']} so far; {way_out}"
+            raise CheckpointNotFound(message, path=root.path, tag=tag)
     names = ", ".join(one["tag"] for one in known[-5:]) or "none"
     raise CheckpointNotFound(f"{root.path} has no checkpoint {tag}; the newest there: {names}", path=root.path, tag=tag)
 
