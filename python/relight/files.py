@@ -134,8 +134,8 @@ def load(
 ) -> Any:
     """Loads what torch.save or relight wrote, every byte verified.
 
-    A `save_async` to the same path that is still under way is waited for; if it fails, its error is raised here, so that
-    the older file does not pass for the newer one.
+    A `save_async` to the same path that is still under way is waited for; if it fails, its error is raised here, so
+    that the older file does not pass for the newer one.
 
     Args:
         f: a path, or a seekable file object.
