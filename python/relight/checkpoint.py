@@ -130,7 +130,7 @@ class Resumed:
     tier: Tier
     seconds: float
     drained: tuple[str, ...]
-    """Tags that a process which died had left in memory, found when the root was opened."""
+    """Tags that a process which died had left in memory, not persisted; they are being persisted now."""
     skipped: tuple[str, ...]
     """Newer tags that could not be used, with the reason each."""
 

@@ -531,7 +531,7 @@ class Checkpointer:
             if one.tag not in under_way and newer(step_of_tag(one.tag))
         ]
         return found + [
-            f"{one.tag} was not completed by relight (it has no manifest); it is taken by name only, with load(tag, file)"
+            f"{one.tag} was not completed by relight (it has no manifest); it is taken by name only: load(tag, file)"
             for one in reader.checkpoints()
             if one.foreign and one.step is not None and newer(one.step)
         ]
@@ -548,7 +548,7 @@ class Checkpointer:
 def _drained_tags(report: Iterable[Mapping[str, Any]], root: str) -> Iterable[str]:
     for region in report:
         for tag in region.get("tags", ()):
-            if tag["root"] == root:
+            if tag["root"] == root and not tag["persisted"]:
                 yield tag["tag"]
 
 

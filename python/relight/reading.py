@@ -54,7 +54,7 @@ class Loading:
         )
 
     def of_foreign(self, path: str) -> Any:
-        """The object in a file that relight did not write: of any form that torch.save ever had, without our checksums."""
+        """The object in a file that relight did not write: of any form that torch.save ever had."""
         from relight.files import load
 
         return load(path, self.map_location, weights_only=self.weights_only, mmap=self.mmap, allow=self.allow)
