@@ -235,6 +235,14 @@ def test_an_allowed_class_and_function_cannot_be_changed() -> None:
             load_pickle(b"\x80\x02" + target + b"N}X\x01\x00\x00\x00xK\x01s\x86b.")
 
 
+def test_a_member_of_an_enum_cannot_be_changed() -> None:
+    """It is one object for the whole process: a file could change `uuid.SafeUUID.safe` for everybody."""
+    attack = Call(uuid.SafeUUID, uuid.SafeUUID.safe.value, state={"_value_": 7})
+    with pytest.raises(pickle.UnpicklingError, match="state is given to"):
+        load_pickle(pickle.dumps(attack, 2))
+    assert uuid.SafeUUID.safe.value == 0
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"\x80\x02", b"\x80\x02K", b"\x80\x02X\xff\xff\xff\x7fa.", b"i.", b"\x80\x02h\x07."]
 )

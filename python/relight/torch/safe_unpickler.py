@@ -12,21 +12,31 @@ take only kinds that cannot be a class or a function. Memo, frames and marks are
 
 from __future__ import annotations
 
+import enum
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # the names of Python 2, which protocol 2 writes
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from io import BytesIO
-from pickle import UnpicklingError, decode_long
+from pickle import PickleError, UnpicklingError, decode_long
 from typing import Any
 
 import torch
+from relight.exceptions import CheckpointError
 from relight.torch import private, safe_types
 
 __all__ = ["Refused", "SafeUnpickler"]
 
 _CONTAINERS = (deque, defaultdict, set, frozenset, OrderedDict, list, tuple, dict)  # may hold what is not allowed
 _SETITEM_TYPES = (dict, OrderedDict, Counter)
+# One number in the file would make them as large as it says; what is pickled names its items.
+_SIZED_BY_A_NUMBER = (bytes, bytearray)
+_FILLED_BY_A_RANGE = (list, tuple, set, frozenset, deque, dict, OrderedDict, Counter)
+# What calls of the table raise for arguments that no pickler wrote. Memory and interrupts are not the file's fault.
+_BROKEN = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    *(PickleError, struct.error),
+)
 # Even if the user allows them: their names stand for the operating system.
 _BLOCKED_MODULES = frozenset({"sys", "os", "posix", "nt", "subprocess"})
 
@@ -51,6 +61,7 @@ class SafeUnpickler:
         table: full name to the object that it stands for.
         persistent_load: makes a storage of its persistent id.
         lenient: put a `Refused` in the place of what is not allowed, instead of raising.
+        users_code: the table holds classes of the caller, whose own errors are his to see.
     """
 
     def __init__(
@@ -60,6 +71,7 @@ class SafeUnpickler:
         table: Mapping[str, object],
         persistent_load: Callable[[Any], object],
         lenient: bool = False,
+        users_code: bool = False,
     ) -> None:
         file = BytesIO(data)
         self._read = file.read
@@ -67,6 +79,7 @@ class SafeUnpickler:
         self._table = table
         self._persistent_load = persistent_load
         self._lenient = lenient
+        self._users_code = users_code
         self.refused: list[str] = []
         # By identity: what is in the table stays alive as long as this object does, and not everything hashes.
         self._callables = {id(item) for item in table.values()}
@@ -88,10 +101,16 @@ class SafeUnpickler:
                 if code == b".":
                     return self._stack.pop()
                 dispatch[code](self)
+        except (CheckpointError, UnpicklingError):
+            raise
         except (KeyError, IndexError, struct.error, UnicodeDecodeError) as error:
             raise UnpicklingError(
                 f"the pickle is damaged or has an operation that is not supported: {error!r}"
             ) from error
+        except _BROKEN as error:
+            if self._users_code:
+                raise
+            raise UnpicklingError(f"the pickle does what no pickler writes: {error!r}") from error
 
     # ---- names and calls ----
 
@@ -134,6 +153,10 @@ class SafeUnpickler:
             elif function not in _CONTAINERS:
                 self._stack[-1] = Refused(_first_refused(args))
                 return
+        if function in _SIZED_BY_A_NUMBER and args and type(args[0]) is int:
+            raise UnpicklingError(f"{function.__qualname__} of a number is made, which would only take memory")
+        if function in _FILLED_BY_A_RANGE and any(type(item) is range for item in args):
+            raise UnpicklingError(f"a {function.__qualname__} of a range is made, which would only take memory")
         result = function(*args)
         self._stack[-1] = result
         if function in torch._tensor_classes and "sparse" in function.__module__:
@@ -177,10 +200,12 @@ class SafeUnpickler:
             safe_types.check_dtype_state(inst, state)
         elif cls.__module__ == "numpy" and _is_numpy(inst, "ndarray"):
             safe_types.restore_array(inst, state)
-        elif id(cls) not in self._callables or isinstance(inst, type):
+        elif id(cls) not in self._callables or isinstance(inst, (type, enum.Enum)):
+            # a member of an enum is one object for the whole process: state would change it for everybody
             raise UnpicklingError(f"state is given to {cls.__module__}.{cls.__qualname__}, which is not on the list")
         elif hasattr(inst, "__setstate__"):
             inst.__setstate__(state)
+            safe_types.check_generator(inst)
         else:
             slots = None
             if isinstance(state, tuple) and len(state) == 2:
