@@ -518,7 +518,7 @@ class Checkpointer:
     def _wait_for_tag(self, tag: str) -> None:
         wait_all([handle for handle in list(self._pending.values()) if handle.tag == tag], None)
 
-    def _passed_over(self, reader: Reader, resumed: Checkpoint | None) -> list[str]:
+    def _passed_over(self, reader: Reader, resumed: Checkpoint | None) -> Sequence[str]:
         """What lies in the root, seems newer than what was resumed from, and is no complete checkpoint of relight."""
 
         def newer(step: int | None) -> bool:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -79,6 +80,9 @@ class Script:
             env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
+        self._limit = threading.Timer(LIMIT_S, self._kill_group)
+        self._limit.daemon = True
+        self._limit.start()
 
     def line(self) -> str:
         """The next line of its output; an empty one if it has ended."""
@@ -95,10 +99,14 @@ class Script:
         out, err = self.process.communicate(timeout=LIMIT_S)
         return self.process.returncode, out, err
 
-    def kill(self) -> None:
+    def _kill_group(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+
+    def kill(self) -> None:
+        self._limit.cancel()
+        self._kill_group()
+        self.process.wait()
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None and not stream.closed:
                 stream.close()

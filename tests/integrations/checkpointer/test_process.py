@@ -167,10 +167,10 @@ def test_bl_087_the_limit_at_exit_is_an_option_and_names_the_tag(root: Path, scr
 
 def test_bl_087_ctrl_c_ends_a_wait(root: Path, script: Start) -> None:
     source = """
-    ckpt = relight.Checkpointer(root, options=relight.Options(lock_timeout_s=3600))
+    ckpt = relight.Checkpointer(root, options=relight.Options(lock_timeout_s=3600, close_timeout_s=1))
     handle = ckpt.save(4, values(4))
-    say("waiting")
     try:
+        say("waiting")
         ckpt.close(timeout=3600)
     except KeyboardInterrupt:
         say("interrupted")
