@@ -128,7 +128,7 @@ def load(
     map_location: MapLocation = None,
     pickle_module: Any = None,
     *,
-    weights_only: bool = True,
+    weights_only: bool | None = True,
     mmap: bool | None = None,
     allow: Iterable[object] = (),
 ) -> Any:
@@ -138,11 +138,11 @@ def load(
     that the older file does not pass for the newer one.
 
     Args:
-        f: a path, or a seekable file object.
+        f: a path, or a seekable file object, which is read from where it stands.
         map_location: as in torch.load: a device, a dict or a function.
         pickle_module: with weights_only=False, whose `Unpickler` to use.
         weights_only: make only the types on the published list (docs/reference/types.md). False runs whatever code the
-            file holds: only for files that you trust.
+            file holds: only for files that you trust. None, torch's word for its default, is True.
         mmap: back the tensors by a private mapping of the file: nothing is read or verified until it is used, and what
             you write to the tensors stays in this process. Paths only.
         allow: classes, functions or their full names that are trusted beside the list.
@@ -153,6 +153,8 @@ def load(
         ObjectNotAllowed: names the types that are not on the list, and where they are.
         InvalidArgument: a file of another kind, or a location that this machine does not have.
     """
+    if weights_only is None:
+        weights_only = True
     if weights_only and pickle_module is not None:
         raise InvalidArgument("pickle_module is used with weights_only=False only; leave it out, or trust the file")
     allow = list(allow)
@@ -227,7 +229,7 @@ def _head_of(path: str) -> bytes:
     try:
         with builtins.open(path, "rb") as file:
             return file.read(_HEAD_BYTES)
-    except (FileNotFoundError, IsADirectoryError, PermissionError):
+    except OSError:
         return _ZIP_MAGIC  # the engine says what is wrong with the path, in its own words
 
 
@@ -249,10 +251,8 @@ def _load_object(f: Any, map_location: MapLocation, pickle_module: Any, weights_
         raise InvalidArgument(f"{name} is read to its end; seek(0) first")
     if not _is_zip(head):
         return other_files.load(f, name, head, map_location, pickle_module, weights_only, allow)
-    if start:
-        raise CorruptCheckpoint(f"{name} is at byte {start}; seek to its start, or read the archive into io.BytesIO")
     return load_image(
-        FileImage(f, name),
+        FileImage(f, name, start),
         map_location=map_location,
         weights_only=weights_only,
         allow=allow,

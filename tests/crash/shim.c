@@ -4,7 +4,7 @@
  *
  * A rule is one line of seven fields between tabs: call, pattern, first, count, action, argument.
  *   call      the name without 64: open write pwrite read pread fsync fdatasync rename unlink rmdir mkdir fallocate
- *             ftruncate chmod close stat opendir thread
+ *             ftruncate chmod close stat fstat opendir thread
  *   pattern   fnmatch() pattern of the path (of the target, for a rename)
  *   first     the first matching call that is meant, from 1; count: how many, 0 for all from there on
  *   action    errno N: fails with N | short N: moves at most N bytes | hang F: opens the FIFO F.reached for writing, then
@@ -385,7 +385,7 @@ int statx(int dir, const char *path, int flags, unsigned mask, struct statx *fou
     const char *volatile given = path;
     if (!given) return (int)syscall(SYS_statx, dir, NULL, flags, mask, found);
     const char *full = *path ? path_at(dir, path, buffer) : path_of(dir, buffer);
-    FAILS("stat", full, NULL);
+    FAILS(*path ? "stat" : "fstat", full, NULL);
     return (int)syscall(SYS_statx, dir, path, flags, mask, found);
 }
 

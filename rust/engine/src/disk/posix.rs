@@ -1,6 +1,7 @@
 //! The real disk: a POSIX file system.
 //!
-//! Owns: the translation of `Disk` into system calls; a call that a signal broke off is made again.
+//! Owns: the translation of `Disk` into system calls; a call that a signal broke off is made again, and a path whose
+//! handle was stale is looked up again.
 //! Must not: touch the umask or a mode (a plain open and mkdir give what the user's umask says); combine calls.
 //! Invariant: a descriptor that met an error is never written or synced again; locks do not pass through exec.
 
@@ -22,6 +23,9 @@ pub struct PosixDisk;
 /// How often a lock that is taken is asked for again. `flock` itself knows no time limit.
 const LOCK_POLL: Duration = Duration::from_millis(5);
 
+/// How often a path is looked up again whose handle was stale.
+const LOOKUPS_MAX: u32 = 3;
+
 impl Disk for PosixDisk {
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn DiskFile>> {
         // std opens with 0666 and O_CLOEXEC
@@ -30,10 +34,13 @@ impl Disk for PosixDisk {
     }
 
     fn open_file(&self, path: &Path) -> io::Result<Box<dyn DiskFile>> {
-        let file = again(|| File::open(path))?;
-        if file.metadata()?.is_dir() {
-            return Err(io::Error::from(io::ErrorKind::IsADirectory));
-        }
+        let file = again(|| {
+            let file = File::open(path)?;
+            match file.metadata()?.is_dir() {
+                true => Err(io::Error::from(io::ErrorKind::IsADirectory)),
+                false => Ok(file),
+            }
+        })?;
         Ok(Box::new(PosixFile { file }))
     }
 
@@ -197,11 +204,16 @@ impl Drop for PosixLock {
     }
 }
 
-/// Makes a call again that a signal broke off.
+/// Makes a call on a path again that a signal broke off, or that met a stale handle.
 fn again<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let mut lookups_left = LOOKUPS_MAX;
     loop {
         match call() {
             Err(cause) if cause.kind() == io::ErrorKind::Interrupted => {}
+            // another host changed the directory: NFS says so once, and the next look finds what is there now
+            Err(cause) if cause.raw_os_error() == Some(Errno::STALE.raw_os_error()) && lookups_left > 0 => {
+                lookups_left -= 1;
+            }
             other => return other,
         }
     }
