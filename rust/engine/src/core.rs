@@ -65,7 +65,12 @@ impl Job {
         root: Option<Arc<RootState>>,
         spilled: Option<Spilled>,
     ) -> Arc<Self> {
-        Arc::new(Self { ticket, staged, root: root.map_or_else(OnceLock::new, OnceLock::from), spilled: Mutex::new(spilled) })
+        Arc::new(Self {
+            ticket,
+            staged,
+            root: root.map_or_else(OnceLock::new, OnceLock::from),
+            spilled: Mutex::new(spilled),
+        })
     }
 
     pub(crate) fn is_of_tag(&self, root: &Path, tag: &str) -> bool {

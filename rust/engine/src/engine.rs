@@ -20,7 +20,9 @@ use crate::memory::Room;
 use crate::plan::ImagePlan;
 use crate::report::MemoryReport;
 use crate::root::{RootOptions, RootStore};
-use crate::save_file::{MemoryKind, SaveOptions, StageReport, check_chunk_bytes, check_target, save_file, seconds_since};
+use crate::save_file::{
+    MemoryKind, SaveOptions, StageReport, check_chunk_bytes, check_target, save_file, seconds_since,
+};
 use crate::staged::{Entry, Fate, Purpose, Staged, StagedImage};
 use crate::tags::Root;
 use crate::ticket::Ticket;
@@ -135,11 +137,8 @@ impl Engine {
         let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let pending = self.pending_path(&path).is_some();
         let replaces = if pending { None } else { Some(version_of(core.disk.as_ref(), &path)) };
-        let target = Target::File(FileTarget {
-            path: path.display().to_string(),
-            replaces,
-            staged_at: core.now_text(),
-        });
+        let target =
+            Target::File(FileTarget { path: path.display().to_string(), replaces, staged_at: core.now_text() });
         let record = blank_record(plan, core.options.chunk_bytes, target, &file, core.new_share());
         let (image, waited) = core.stage(plan, record, compare, &mut || Ok(false), interrupt)?;
         let Some(image) = image else { return self.stream_file(&path, plan, compare, started, waited, interrupt) };
@@ -185,7 +184,12 @@ impl Engine {
         let mut report = save_file(&core.disk, &core.clock, path, plan, &options, interrupt)?;
         report.seconds = seconds_since(core.clock.as_ref(), started);
         report.wait_seconds = waited.as_secs_f64();
-        let staged = Staged { purpose: Purpose::File { path: path.to_path_buf() }, images: vec![], adopted: None, partial: false };
+        let staged = Staged {
+            purpose: Purpose::File { path: path.to_path_buf() },
+            images: vec![],
+            adopted: None,
+            partial: false,
+        };
         let ticket = core.new_ticket(&staged, report.bytes);
         ticket.begin_attempt();
         ticket.add_bytes(report.bytes);
@@ -225,9 +229,7 @@ impl Engine {
 
     /// Waits until nothing is queued: `false` at the time limit. Tells no error of a persist: its ticket does.
     pub fn flush(&self, timeout: Option<Duration>, interrupt: Interrupt<'_>) -> Result<bool> {
-        let idle = |state: &mut crate::core::State| {
-            (state.queue.is_empty() && state.active.is_none()).then_some(())
-        };
+        let idle = |state: &mut crate::core::State| (state.queue.is_empty() && state.active.is_none()).then_some(());
         Ok(self.core().wait(timeout, interrupt, idle)?.is_some())
     }
 
@@ -267,7 +269,10 @@ impl Engine {
         drop(guard);
         for staged in &left {
             let text = if staged.images.iter().all(|image| image.memory == MemoryKind::Shared) {
-                format!("{} is not persisted; it stays in memory, the next process on this node persists it", staged.name())
+                format!(
+                    "{} is not persisted; it stays in memory, the next process on this node persists it",
+                    staged.name()
+                )
             } else {
                 format!("{} is not persisted and is lost with this process: it is in private memory", staged.name())
             };

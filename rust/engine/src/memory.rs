@@ -170,7 +170,9 @@ impl Tier {
                         self.dir.display()
                     ));
                 }
-                Err(cause) => warning = Some(format!("no memory for the memory tier: {cause}; checkpoints are streamed")),
+                Err(cause) => {
+                    warning = Some(format!("no memory for the memory tier: {cause}; checkpoints are streamed"))
+                }
             }
         }
         let private = self.private.as_ref().filter(|private| need <= capacity_of(private));
@@ -211,7 +213,8 @@ impl Core {
                     Err(ArenaError::Full { .. } | ArenaError::NoSlot { .. }) => crowded = true,
                     Err(cause) => {
                         // The node has less memory than it had; reserved memory of evicted images is used again.
-                        let text = format!("the memory tier cannot grow: {cause}; room is made, or images are streamed");
+                        let text =
+                            format!("the memory tier cannot grow: {cause}; room is made, or images are streamed");
                         self.say_once("growth", Level::Warning, text);
                         crowded = true;
                     }

@@ -92,7 +92,8 @@ impl Core {
             Err(error) => self.after_failure(job, error),
         }));
         if ended.is_err() {
-            let error = Error::new(ErrorKind::StorageUnavailable, format!("the engine failed over {}", job.staged.name()));
+            let error =
+                Error::new(ErrorKind::StorageUnavailable, format!("the engine failed over {}", job.staged.name()));
             job.ticket.end(Err(Arc::new(error)));
         }
     }
@@ -147,7 +148,8 @@ impl Core {
                 image.map_or(Ok(()), |image| {
                     let mut file = PendingFile::for_path(&self.disk, path)?;
                     self.write_image(job, image, &mut file)?;
-                    file.finish_durable().map_err(|error| with_need(error, self.disk.as_ref(), path, image.record.bytes))
+                    file.finish_durable()
+                        .map_err(|error| with_need(error, self.disk.as_ref(), path, image.record.bytes))
                 })
             }
         }
@@ -312,16 +314,19 @@ impl Core {
                 state.staged.keep_newest(root, state.memory_keep);
                 gone
             }
-            (Purpose::File { path }, _) | (Purpose::Tag { root: path, .. }, None) => state.staged.evict_where(|entry| {
-                Arc::ptr_eq(&entry.staged, &job.staged)
-                    || (entry.fate == Fate::Failed
-                        && matches!(&entry.staged.purpose, Purpose::File { path: failed } if failed == path))
-            }),
+            (Purpose::File { path }, _) | (Purpose::Tag { root: path, .. }, None) => {
+                state.staged.evict_where(|entry| {
+                    Arc::ptr_eq(&entry.staged, &job.staged)
+                        || (entry.fate == Fate::Failed
+                            && matches!(&entry.staged.purpose, Purpose::File { path: failed } if failed == path))
+                })
+            }
         };
         state.tier.remove_empty_regions(&state.staged);
         drop(guard);
         for lost in useless.iter().filter(|lost| !Arc::ptr_eq(lost, &job.staged)) {
-            let text = format!("{} could not be persisted and leaves the memory tier: a newer one is committed", lost.name());
+            let text =
+                format!("{} could not be persisted and leaves the memory tier: a newer one is committed", lost.name());
             self.log_of(Level::Info, lost, text);
         }
     }

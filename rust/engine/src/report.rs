@@ -149,8 +149,13 @@ fn report(view: &RegionView) -> RegionReport {
             },
             SlotRecord::Tag(seal) => (Some(seal.root.clone()), seal.tag.clone(), seal.share),
         };
-        let entry = found.entry((root.clone(), tag.clone(), share)).or_insert_with(|| {
-            InMemory { root, tag, step: None, files: Vec::new(), bytes: 0, state: "incomplete" }
+        let entry = found.entry((root.clone(), tag.clone(), share)).or_insert_with(|| InMemory {
+            root,
+            tag,
+            step: None,
+            files: Vec::new(),
+            bytes: 0,
+            state: "incomplete",
         });
         let state = if slot.done { "persisted" } else { "staged" };
         match record {

@@ -164,7 +164,6 @@ pub(crate) fn with_need(mut error: Error, disk: &dyn Disk, target: &Path, need: 
     };
     // The system's own words stay: quota, file size limit and full disk are different cures.
     let cause = error.source.as_ref().map(|cause| format!(" ({cause})")).unwrap_or_default();
-    error.message =
-        format!("{name} needs {need} bytes, {free}{cause}. Free space, lower keep, or choose another path");
+    error.message = format!("{name} needs {need} bytes, {free}{cause}. Free space, lower keep, or choose another path");
     error.at(target)
 }

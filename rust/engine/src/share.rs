@@ -307,7 +307,8 @@ impl Share {
         let meta_len = record_bytes(&SlotRecord::Tag(record))?.len();
         let (room, _) = self.core.allocate(0, meta_len, &mut || Ok(false), interrupt)?;
         if matches!(room, Room::None) {
-            let text = format!("{} is staged, but there is no memory to seal it: it does not outlive this process", self.tag);
+            let text =
+                format!("{} is staged, but there is no memory to seal it: it does not outlive this process", self.tag);
             self.core.events.log_tag(Level::Warning, self.root.store.path(), &self.tag, text);
         }
         Ok(room)
@@ -325,7 +326,9 @@ impl Share {
                 let published = record_bytes(&SlotRecord::Tag(record.clone()))
                     .and_then(|meta| image.publish(&meta).map_err(crate::engine::memory_error));
                 published
-                    .map_err(|error| self.core.events.log(Level::Warning, format!("{} is not sealed: {error}", self.tag)))
+                    .map_err(|error| {
+                        self.core.events.log(Level::Warning, format!("{} is not sealed: {error}", self.tag))
+                    })
                     .ok()
             }
             Room::None => None,
@@ -348,7 +351,12 @@ impl Share {
         };
         let partial = spilled.is_some();
         let root = self.root.store.path().to_path_buf();
-        let staged = Arc::new(Staged { purpose: Purpose::Tag { root, record: Box::new(record), seal }, images, adopted: None, partial });
+        let staged = Arc::new(Staged {
+            purpose: Purpose::Tag { root, record: Box::new(record), seal },
+            images,
+            adopted: None,
+            partial,
+        });
         (self.core.submit(staged, Some(Arc::clone(&self.root)), spilled), partial)
     }
 
@@ -415,10 +423,8 @@ impl Share {
         loop {
             let result = self.once_in_generation(&mut work);
             let Err(error) = result else { return result };
-            let worth_it = matches!(
-                error.kind,
-                ErrorKind::StorageFull | ErrorKind::StorageUnavailable | ErrorKind::Conflict
-            );
+            let worth_it =
+                matches!(error.kind, ErrorKind::StorageFull | ErrorKind::StorageUnavailable | ErrorKind::Conflict);
             if !worth_it || attempt >= self.core.options.attempts_max {
                 return Err(error);
             }
@@ -499,7 +505,8 @@ impl Share {
     }
 
     fn busy(&self) -> Error {
-        let text = format!("another thread is at work in this save of {}; wait for it, or begin a save of your own", self.tag);
+        let text =
+            format!("another thread is at work in this save of {}; wait for it, or begin a save of your own", self.tag);
         Error::new(ErrorKind::Conflict, text).of_tag(&self.tag)
     }
 

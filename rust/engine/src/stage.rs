@@ -83,9 +83,12 @@ impl<'p, 'a> Stager<'p, 'a> {
         let copier = self.copier;
         let plan = self.plan;
         let mut pulse = Pulse::new(copier.clock, copier.interrupt);
-        in_parallel(copier.threads, items.iter_mut().collect(), &|item: &mut Item<'_>| item.copy(plan, copier.kernel), || {
-            pulse.poll()
-        })?;
+        in_parallel(
+            copier.threads,
+            items.iter_mut().collect(),
+            &|item: &mut Item<'_>| item.copy(plan, copier.kernel),
+            || pulse.poll(),
+        )?;
         for item in items {
             self.account(item);
         }

@@ -111,9 +111,16 @@ type Shelf = Arc<Mutex<Option<(PendingFile, End)>>>;
 /// The caller's end of the writer thread. The thread belongs to nobody: a caller that was interrupted while the disk
 /// is stuck goes away, and the thread removes the temporary file when the disk lets it.
 enum Writer {
-    Thread { commands: Option<Producer<Command>>, answers: Consumer<Answer>, thread: JoinHandle<()> },
+    Thread {
+        commands: Option<Producer<Command>>,
+        answers: Consumer<Answer>,
+        thread: JoinHandle<()>,
+    },
     /// No thread could be started: the caller writes, fill and write do not overlap.
-    Inline { file: Option<(PendingFile, End)>, window: Option<AlignedBuf> },
+    Inline {
+        file: Option<(PendingFile, End)>,
+        window: Option<AlignedBuf>,
+    },
 }
 
 impl Writer {

@@ -83,8 +83,7 @@ pub struct Ticket {
 impl Ticket {
     /// `path` is the root of a tag, or the file that is written by itself.
     pub(crate) fn new(id: u64, tag: Option<String>, path: PathBuf, bytes_total: u64, clock: Arc<dyn Clock>) -> Self {
-        let course =
-            Course { state: TicketState::Queued, attempts: 0, started: None, ended: None, error: None };
+        let course = Course { state: TicketState::Queued, attempts: 0, started: None, ended: None, error: None };
         let shared = Shared {
             id,
             tag,

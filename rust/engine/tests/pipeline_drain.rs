@@ -111,7 +111,8 @@ fn a_file_by_itself_is_drained_to_its_path_unless_somebody_has_changed_it_since(
     write("changed.pt", 1);
     dies_with(&bed, |engine| {
         for name in ["new.pt", "changed.pt", "twice.pt", "twice.pt"] {
-            let seed = if name == "twice.pt" && engine.pending_path(Path::new("/out/twice.pt")).is_some() { 9 } else { 5 };
+            let seed =
+                if name == "twice.pt" && engine.pending_path(Path::new("/out/twice.pt")).is_some() { 9 } else { 5 };
             let state = model(seed, 60_000);
             engine.stage_file(&Path::new("/out").join(name), &plan_of(&state), false, &never).unwrap();
         }
@@ -122,7 +123,8 @@ fn a_file_by_itself_is_drained_to_its_path_unless_somebody_has_changed_it_since(
     assert!(found[0].files.len() >= 3, "{found:?}");
     assert!(next.flush(LONG, &never).unwrap());
     let read = |name: &str| {
-        let image = relight_engine::image::Image::open_file(disk.as_ref(), &Path::new("/out").join(name), None).unwrap();
+        let image =
+            relight_engine::image::Image::open_file(disk.as_ref(), &Path::new("/out").join(name), None).unwrap();
         bytes_of(&image)
     };
     assert_eq!(read("new.pt"), model(5, 60_000));

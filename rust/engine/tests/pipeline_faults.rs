@@ -102,8 +102,9 @@ fn test_bl_074_a_failed_save_costs_no_other_and_retention_does_not_trip_over_it(
     let root = engine.open_root(Path::new("/ckpt"), true, true).unwrap();
     bed.faults.fail(Fault::with(EIO).on(Op::Write).in_path("global_step2"));
     let keep = |step| BeginOptions { keep: Some(2), step: Some(step), ..BeginOptions::default() };
-    let tickets: Vec<_> =
-        (1..=4).map(|step| save_with(&root, &format!("global_step{step}"), &model(step as u8, 20_000), keep(step))).collect();
+    let tickets: Vec<_> = (1..=4)
+        .map(|step| save_with(&root, &format!("global_step{step}"), &model(step as u8, 20_000), keep(step)))
+        .collect();
     let outcomes: Vec<bool> = tickets.iter().map(committed).collect();
     assert_eq!(outcomes, [true, false, true, true]);
     assert_eq!(tags(&root), ["global_step3", "global_step4"]);
@@ -153,8 +154,7 @@ fn saves_are_committed_in_the_order_of_their_seals() {
     let engine = bed.engine(options(&bed));
     let root = engine.open_root(Path::new("/ckpt"), true, true).unwrap();
     bed.slow.gate().close(Op::CreateDir, "global_step0");
-    let tickets: Vec<_> =
-        (0..6).map(|step| save(&root, &format!("global_step{step}"), &model(step, 30_000))).collect();
+    let tickets: Vec<_> = (0..6).map(|step| save(&root, &format!("global_step{step}"), &model(step, 30_000))).collect();
     bed.slow.gate().wait_until_stuck(1);
     assert_eq!(tickets[1].state(), TicketState::Queued);
     bed.slow.gate().open();

@@ -42,7 +42,11 @@ fn sweep(times: u64, all_committed: bool) {
             // A failure after the rename of the manifest may be told of a save that is there all the same.
             let may = wanted(tag).into_iter().chain((!all_committed).then_some(3)).map(|seed| model(seed, 3000));
             let found_seed = found[0].1[0];
-            assert!(may.into_iter().any(|state| state == found), "call {call}: {tag} is {found_seed}: {:?}", root.list());
+            assert!(
+                may.into_iter().any(|state| state == found),
+                "call {call}: {tag} is {found_seed}: {:?}",
+                root.list()
+            );
             assert!(root.verify(tag, &never).unwrap().ok(), "call {call}: {tag}");
         };
         check("global_step1");
