@@ -155,8 +155,10 @@ class Checkpoint:
         where = self._root.path or "the memory tier"
         if found is None:
             known = ", ".join(each.tag for each in find.complete(self._root)) or "none"
+            reason = find.damaged(self._root).get(self._tag)
             return CheckpointNotFound(
-                f"there is no complete checkpoint {self._tag} in {where}; complete ones: {known}",
+                f"there is no complete checkpoint {self._tag} in {where}{f' ({reason})' if reason else ''}; "
+                f"complete ones: {known}",
                 path=self._root.path,
                 tag=self._tag,
             )

@@ -7,12 +7,13 @@ Invariant: "there is none" is None or an empty list; "cannot look" is an error.
 
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypedDict
 
-from relight.exceptions import CheckpointNotFound, StorageDenied, StorageUnavailable
+from relight.exceptions import CheckpointNotFound, ResumeWarning, StorageDenied, StorageUnavailable
 from relight.nebula.roots import NebulaRoot
 
 _COMPLETE_FILE: Final = "complete.txt"
@@ -98,6 +99,7 @@ class Found:
 
 # What failed its checksums in this process: the same bytes would fail again, and the caller wants the next best.
 _corrupt: set[tuple[str, str, int, int]] = set()
+_told: set[tuple[str, str, str]] = set()
 
 
 def complete(root: NebulaRoot | None) -> list[Found]:
@@ -137,9 +139,31 @@ def skip_from_now_on(found: Found) -> None:
     _corrupt.add(found.identity)
 
 
+def damaged(root: NebulaRoot | None) -> dict[str, str]:
+    """Tags that look like relight's but are not whole, each with the reason."""
+    if root is None:
+        return {}
+    try:
+        return {str(problem["tag"]): str(problem["reason"]) for problem in json.loads(root.core.problems())}
+    except CheckpointNotFound:
+        return {}
+    except StorageDenied as cause:
+        raise StorageUnavailable(f"cannot look into {root.path}: {cause}", path=root.path) from cause
+
+
+def warn_of_damaged(root: NebulaRoot | None) -> None:
+    """Says once of each tag why it is passed over: whoever takes the latest must know that there was a later one."""
+    for tag, reason in damaged(root).items():
+        assert root is not None  # else there is nothing damaged
+        if (root.key, tag, reason) not in _told:
+            _told.add((root.key, tag, reason))
+            warnings.warn(f"{tag} in {root.path} is passed over: {reason}", ResumeWarning, stacklevel=3)
+
+
 def forget() -> None:
     """Forgets what was found corrupt, for tests."""
     _corrupt.clear()
+    _told.clear()
 
 
 def largest_step(root: NebulaRoot) -> int:

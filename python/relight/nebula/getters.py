@@ -30,8 +30,13 @@ def get_checkpoint(tag: object, persist_path: Any = None) -> Checkpoint | None:
 
 
 def get_latest_checkpoint(persist_path: Any = None) -> Checkpoint | None:
-    """The checkpoint completed last, or None if there is none. Arguments and errors as in `get_checkpoint`."""
-    found = next(find.latest_first(_root_to_read(persist_path)), None)
+    """The checkpoint completed last, or None if there is none; a `ResumeWarning` names what is damaged and passed over.
+
+    Arguments and errors as in `get_checkpoint`.
+    """
+    root = _root_to_read(persist_path)
+    found = next(find.latest_first(root), None)
+    find.warn_of_damaged(root)
     return None if found is None else _handle(found)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch_nebula as tn
 from relight import runtime
-from relight.exceptions import NotPicklable
+from relight.exceptions import CheckpointError, NotPicklable
 
 Look = Callable[[Path], list[str]]
 
@@ -381,6 +381,8 @@ def test_nebula_19_commit_raises_no_disk_error(root: Path) -> None:
     checkpoint = nm.Checkpoint("global_step1", -2)
     checkpoint.save("a", 1)
     assert checkpoint.commit() is True
+    with pytest.raises(CheckpointError):
+        nm.flush_persistence()
 
 
 def test_checkpoint_without_a_tag_counts_up_from_the_largest_complete_step(root: Path) -> None:
