@@ -98,7 +98,9 @@ def skips_data() -> bool:
 
 def sparse_to_validate() -> list[torch.Tensor]:
     """Sparse tensors that were rebuilt without a check; a load checks them when all of its data is there."""
-    waiting: list[torch.Tensor] = torch._utils._sparse_tensors_to_validate
+    utils: Any = torch._utils
+    per_thread = getattr(utils, "_get_sparse_tensors_to_validate", None)  # torch 2.15 has this, 2.13 one list for all
+    waiting: list[torch.Tensor] = utils._sparse_tensors_to_validate if per_thread is None else per_thread()
     return waiting
 
 
