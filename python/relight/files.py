@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import IO, TYPE_CHECKING, Any
 
 from relight import runtime
-from relight.exceptions import CorruptCheckpoint, EngineClosed, InvalidArgument
+from relight.exceptions import EngineClosed, InvalidArgument
 from relight.options import Options
 from relight.parts import others_run, stem_of
 
@@ -72,8 +72,7 @@ def save(
             if earlier is not None:
                 earlier.wait(None)  # else its older state would be put over this one; its handle has its error
         snapshot = plan_object(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol, stem=stem)
-        compare = Options().torn_check == "compare" or others_run()
-        _core.save_file(path, snapshot.entries, stem=stem, compare=compare, durable=durable)
+        _core.save_file(path, snapshot.entries, stem=stem, compare=_must_compare(), durable=durable)
         return
     write = getattr(f, "write", None)
     if write is None:
@@ -112,15 +111,16 @@ def save_async(
     name = os.path.abspath(_path_of(path))
     stem = stem_of(os.path.basename(name))
     snapshot = plan_object(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol, stem=stem)
-    check = Options().torn_check
-    compare = check == "compare" or (check == "auto" and others_run())
-    report, ticket = engine.stage_file(name, snapshot.entries, stem=stem, compare=compare)
+    report, ticket = engine.stage_file(name, snapshot.entries, stem=stem, compare=_must_compare())
     handle = Handle(
         ticket, path=name, files=[os.path.basename(name)], reports=[report], stall_s=time.monotonic() - started
     )
-    if not compare:
-        snapshot.check_torn()
     return handle
+
+
+def _must_compare() -> bool:
+    """A single file is on its way to its path when the copy ends: what version counters say after that is too late."""
+    return Options().torn_check == "compare" or others_run()
 
 
 def load(

@@ -106,7 +106,7 @@ class Options:
         "auto",
         "How `save` makes sure that no tensor changed while it was copied. `version`: by torch's version counters. "
         "`compare`: the bytes too, which also sees writes past torch. `auto`: `compare` while other Python threads "
-        "run, else `version`.",
+        "run, else `version`. Single files (`relight.save`, `save_async`) compare whenever other Python threads run.",
         choices=("auto", "version", "compare"),
         per_process=False,
     )
