@@ -79,11 +79,13 @@ class FileImage:
 
     tier = "object"
 
-    def __init__(self, file: IO[bytes], name: str) -> None:
+    def __init__(self, file: IO[bytes], name: str, start: int = 0) -> None:
         self.path = name
         try:
             self._zip = zipfile.ZipFile(file)
             infos = self._zip.infolist()
+            if infos and min(info.header_offset for info in infos) != start:
+                raise zipfile.BadZipFile(f"no archive begins at byte {start}; seek to where it begins")
         except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
             raise CorruptCheckpoint(f"{name}: not a whole torch.save archive ({error})", path=name) from error
         if not any(info.CRC for info in infos):

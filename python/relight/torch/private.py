@@ -104,10 +104,12 @@ def sparse_to_validate() -> list[torch.Tensor]:
     return waiting
 
 
-def validate_sparse() -> None:
-    """Checks them now, if the user asked torch for such checks, and forgets them."""
+def validate_sparse(*, always: bool = False) -> None:
+    """Checks them now, if that is `always` done or the user asked torch for such checks, and forgets them."""
     validate: Any = torch._utils._validate_loaded_sparse_tensors
-    validate()
+    checks: Any = torch.sparse.check_sparse_tensor_invariants
+    with checks(enable=always or checks.is_enabled()):
+        validate()
 
 
 @contextmanager

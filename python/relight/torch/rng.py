@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from relight.exceptions import CorruptCheckpoint
+from relight.torch import safe_types
 
 __all__ = ["capture_generator", "capture_global", "check_generator", "check_global", "is_generator",
            "restore_generator", "restore_global"]  # fmt: skip
@@ -135,7 +136,7 @@ def check_generator(generator: Any, saved: object, where: str) -> None:
             _try(mine, where, _scratch_python, state)
         case "numpy":
             scratch = type(generator.bit_generator)()
-            _try(mine, where, lambda state: setattr(scratch, "state", _plain_to_numpy(state)), state)
+            _try(mine, where, lambda state: setattr(scratch, "state", _checked_numpy(state)), state)
         case _:
             _try(mine, where, _scratch_numpy, state)
 
@@ -186,7 +187,13 @@ def _scratch_python(state: Any) -> None:
 def _scratch_numpy(state: Any) -> None:
     import numpy
 
-    numpy.random.RandomState().set_state(_plain_to_numpy(state))
+    numpy.random.RandomState().set_state(_checked_numpy(state))
+
+
+def _checked_numpy(state: Any) -> Any:
+    made = _plain_to_numpy(state)
+    safe_types.check_generator_state(made)
+    return made
 
 
 def _numpy_to_plain(value: Any) -> Any:

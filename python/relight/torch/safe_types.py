@@ -183,6 +183,11 @@ def allowed_globals(allow: Iterable[object] = ()) -> dict[str, object]:
     return table
 
 
+def torch_was_told() -> bool:
+    """Whether the user, or another package, has told torch to allow classes that are not torch's own."""
+    return any(not name.startswith("torch.") for name, _ in map(_named, torch.serialization.get_safe_globals()))
+
+
 def as_torch_globals(allow: Iterable[object]) -> list[Any]:
     """`allow` in the form that torch.serialization.safe_globals takes."""
     return [_find(item) if isinstance(item, str) else item for item in allow]
@@ -260,8 +265,11 @@ def _numpy_array(
 ) -> Any:
     if type(buffer) is not bytearray:
         raise pickle.UnpicklingError("a numpy array is allowed only over a bytearray of its own")
+    if offset != 0 or strides is not None:
+        # numpy believes a negative offset and reads what lies before the buffer; the array that is saved has neither.
+        raise pickle.UnpicklingError("a numpy array is allowed only from the start of its bytes, without strides")
     np = _numpy()
-    return np.ndarray(tuple(shape), _checked_dtype(dtype), buffer, int(offset), strides, order)
+    return np.ndarray(tuple(shape), _checked_dtype(dtype), buffer, 0, None, order)
 
 
 def _numpy_reconstruct(cls: Any, shape: Any, code: Any) -> Any:
@@ -279,6 +287,40 @@ def restore_array(array: Any, state: Any) -> None:
     if type(raw) is not bytes or not isinstance(dtype, _numpy().dtype):
         raise pickle.UnpicklingError("a numpy array of objects is not allowed")
     array.__setstate__((version, tuple(shape), _checked_dtype(dtype), bool(fortran), raw))
+
+
+# Where a generator stands in its block of numbers: name of the generator, the member of its state, its last place.
+# numpy takes any number, and the next draw then reads that far outside of the block.
+_PLACES = {"MT19937": ("pos", 624), "Philox": ("buffer_pos", 4)}
+
+
+def check_generator_state(state: Any) -> None:
+    """Refuses the state of a generator of numpy that stands outside of its own numbers.
+
+    Raises:
+        ValueError: it does. A state of another form is left to numpy.
+    """
+    if isinstance(state, (tuple, list)) and len(state) >= 3:  # of RandomState.get_state(legacy=True)
+        state = {"bit_generator": state[0], "pos": state[2]}
+    if not isinstance(state, Mapping) or state.get("bit_generator") not in _PLACES:
+        return
+    member, last = _PLACES[state["bit_generator"]]
+    inner = state.get("state")
+    places = [one[member] for one in (state, inner) if isinstance(one, Mapping) and member in one]
+    for place in places:
+        if not 0 <= int(place) <= last:
+            raise ValueError(f"{member} of {state['bit_generator']} is {place}, and its last place is {last}")
+
+
+def check_generator(inst: Any) -> None:
+    """Refuses a generator of numpy that was just given a state which `check_generator_state` refuses."""
+    np = _numpy()
+    if np is None:
+        return
+    if isinstance(inst, np.random.RandomState):
+        check_generator_state(inst.get_state(legacy=False))
+    elif isinstance(inst, np.random.BitGenerator):
+        check_generator_state(inst.state)
 
 
 def _numpy_scalar(dtype: Any, raw: Any = b"") -> Any:

@@ -80,6 +80,7 @@ class SafeUnpickler:
         self._persistent_load = persistent_load
         self._lenient = lenient
         self._users_code = users_code
+        self._callers: Exception | None = None
         self.refused: list[str] = []
         # By identity: what is in the table stays alive as long as this object does, and not everything hashes.
         self._callables = {id(item) for item in table.values()}
@@ -104,13 +105,18 @@ class SafeUnpickler:
         except (CheckpointError, UnpicklingError):
             raise
         except (KeyError, IndexError, struct.error, UnicodeDecodeError) as error:
+            if error is self._callers:
+                raise
             raise UnpicklingError(
                 f"the pickle is damaged or has an operation that is not supported: {error!r}"
             ) from error
         except _BROKEN as error:
-            if self._users_code:
+            if self._users_code or error is self._callers:
                 raise
-            raise UnpicklingError(f"the pickle does what no pickler writes: {error!r}") from error
+            raise UnpicklingError(
+                f"its pickle cannot be followed ({error!r}): it is damaged, made by hand, or of a torch that this one "
+                "does not read"
+            ) from error
 
     # ---- names and calls ----
 
@@ -219,7 +225,12 @@ class SafeUnpickler:
         pid = self._stack.pop()
         if type(pid) is not tuple or not pid or pid[0] not in ("storage", b"storage"):
             raise UnpicklingError("a persistent id that is no storage")
-        self._stack.append(self._persistent_load(pid))
+        try:
+            storage = self._persistent_load(pid)
+        except Exception as error:
+            self._callers = error  # of `map_location`, say: no word on the file
+            raise
+        self._stack.append(storage)
 
     # ---- containers ----
 

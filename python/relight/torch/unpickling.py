@@ -37,7 +37,7 @@ def load_image(
     image: ImageLike,
     *,
     map_location: MapLocation = None,
-    weights_only: bool = True,
+    weights_only: bool | None = True,
     mmap: bool = False,
     allow: Iterable[object] = (),
     pickle_module: Any = None,
@@ -63,10 +63,9 @@ def load_image(
     allow = list(allow)
     reader = _Reader(image, map_location, mmap)
     with quiet_gc.paused(), private.map_location_set(map_location):
-        if weights_only:
-            result = _load_safely(reader, allow)
-        else:
-            result = _load_trusting(reader, pickle_module or pickle, encoding)
+        if weights_only is None or weights_only:  # None is torch's word for its default, which is no code either
+            return _load_safely(reader, allow)
+        result = _load_trusting(reader, pickle_module or pickle, encoding)
         private.validate_sparse()
     return result
 
@@ -78,17 +77,32 @@ def load_leniently(image: ImageLike, *, mmap: bool, allow: Iterable[object] = ()
         unpickler = SafeUnpickler(
             reader.pickle, table=safe_types.allowed_globals(allow), persistent_load=reader.persistent_load, lenient=True
         )
-        result = unpickler.load()
-        private.validate_sparse()
+        try:
+            result = unpickler.load()
+            reader.check_result()
+        except pickle.UnpicklingError as error:
+            raise CorruptCheckpoint(f"{image.path}: {error}", path=image.path) from error
+        finally:
+            private.sparse_to_validate().clear()
     return result
 
 
 def _load_safely(reader: _Reader, allow: list[object]) -> Any:
     table = safe_types.allowed_globals(allow)
+    unpickler = SafeUnpickler(
+        reader.pickle,
+        table=table,
+        persistent_load=reader.persistent_load,
+        users_code=bool(allow) or safe_types.torch_was_told(),
+    )
     try:
-        return SafeUnpickler(reader.pickle, table=table, persistent_load=reader.persistent_load).load()
+        result = unpickler.load()
+        reader.check_result()
     except pickle.UnpicklingError as error:
         raise _refusal(reader, table, error) from error
+    finally:
+        private.sparse_to_validate().clear()
+    return result
 
 
 def _refusal(reader: _Reader, table: dict[str, object], error: Exception) -> Exception:
@@ -144,11 +158,17 @@ class _Reader:
         self._index = {entry.name: number for number, entry in enumerate(self._entries)}
         self._check_kind()
         self._cpu_only = cpu_only
+        if not (map_location is None or isinstance(map_location, (str, torch.device, dict)) or callable(map_location)):
+            raise InvalidArgument(
+                f"map_location={map_location!r} is no location; give a device or its name, a dict, or a function"
+            )
+        self._asked_for = str(map_location) if isinstance(map_location, (str, torch.device)) else None
         self._restore = private.restore_location(map_location)
-        self._meta = isinstance(map_location, (str, torch.device)) and torch.device(map_location).type == "meta"
+        self._meta = isinstance(map_location, (str, torch.device)) and str(map_location).partition(":")[0] == "meta"
         self._fake = torch._guards.detect_fake_mode(None) is not None
         self._swap = self._is_other_byte_order()
         self._loaded: dict[str, TypedStorage] = {}
+        self._placed: dict[str, int] = {}  # bytes of each, before a tensor was made of it
         self.pickle = image.read(self._index["data.pkl"])
         self._raw: dict[str, UntypedStorage] = {}
         if not self._meta and not self._fake:
@@ -208,9 +228,14 @@ class _Reader:
 
     def persistent_load(self, saved: Any) -> TypedStorage:
         """The storage that a persistent id stands for: ("storage", kind, key, location, numel)."""
+        if len(saved) != 5:  # files of old torch versions may have a view as the sixth; torch.load refuses it as well
+            raise pickle.UnpicklingError(f"a storage is named by {len(saved)} values, not by 5")
         _, kind, key, location, numel = saved
         if isinstance(location, bytes):  # from Python 2
-            location = location.decode("ascii")
+            location = location.decode("ascii", "replace")
+        known = kind is UntypedStorage or isinstance(getattr(kind, "dtype", None), torch.dtype)
+        if not (known and type(key) is str and type(location) is str and type(numel) is int and numel >= 0):
+            raise pickle.UnpicklingError(f"no storage can have the name {saved!r:.200}")
         found = self._loaded.get(key)
         if found is not None:
             return found
@@ -219,7 +244,29 @@ class _Reader:
         storage: Any = self._place(self._bytes(key, nbytes), dtype, location)
         typed: TypedStorage = private.typed_storage(storage, dtype)
         self._loaded[key] = typed
+        self._placed[key] = 0 if self._meta or self._fake else storage.nbytes()
         return typed
+
+    def check_result(self) -> None:
+        """Refuses tensors that reach outside of the bytes in the file.
+
+        torch makes a storage longer for a tensor that is said to need it, and the rest holds whatever was in memory. It
+        takes any indices of a sparse tensor, and writes out of bounds when that is used.
+        """
+        if self._meta or self._fake:
+            return
+        path = self.image.path
+        for key, typed in self._loaded.items():
+            nbytes = typed._untyped_storage.nbytes()
+            if nbytes > self._placed[key]:
+                raise CorruptCheckpoint(
+                    f"{path}: data/{key} has {self._placed[key]} bytes, its tensors need {nbytes}", path=path
+                )
+        if private.sparse_to_validate():
+            try:
+                private.validate_sparse(always=True)
+            except RuntimeError as error:
+                raise CorruptCheckpoint(f"{path}: a sparse tensor is damaged: {error}", path=path) from error
 
     def _bytes(self, key: str, nbytes: int) -> UntypedStorage:
         if self._meta or self._fake:
@@ -250,9 +297,11 @@ class _Reader:
             return self._restore(storage, location)
         except (RuntimeError, AssertionError) as error:
             path = self.image.path
+            asked = self._asked_for
+            fact = f"map_location={asked!r} asks for what" if asked else f"was saved from {location!r}, which"
             raise InvalidArgument(
-                f"{path}: was saved from {location!r}, which cannot be had here ({_first_line(error)}); pass "
-                "map_location='cpu', or a dict or function that maps it to a device of this machine",
+                f"{path}: {fact} cannot be had here ({_first_line(error)}); pass map_location='cpu', or a dict or function "
+                "that maps it to a device of this machine",
                 path=path,
             ) from error
 
