@@ -128,11 +128,22 @@ class Zygote:
                 start_new_session=True,
             )
 
-    def start(self, source: str, *arguments: object, environment: Mapping[str, str] | None = None) -> Child:
-        """Runs `source` in a process of its own, with `torch`, `relight`, `os`, `sys` and `say` at hand."""
+    def start(
+        self,
+        source: str,
+        *arguments: object,
+        environment: Mapping[str, str] | None = None,
+        whole_exit: bool = False,
+    ) -> Child:
+        """Runs `source` in a process of its own, with `torch`, `relight`, `os`, `sys` and `say` at hand.
+
+        Args:
+            whole_exit: take the interpreter down as Python does, where the end of the process is the subject.
+        """
         request = {
             "source": textwrap.dedent(source),
             "arguments": [str(argument) for argument in arguments],
+            "whole_exit": whole_exit,
             "environment": {**self.environment, **(environment or {})},
         }
         in_read, in_write = os.pipe()

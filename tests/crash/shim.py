@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,8 +82,8 @@ class Shim:
         self.kept.mkdir()
         self._fifo = directory / "fifo"
 
-    def start(self, source: str, *arguments: object, environment: Mapping[str, str] | None = None) -> Child:
-        return self._zygote.start(PREAMBLE + source, *arguments, environment=environment)
+    def start(self, source: str, *arguments: object, whole_exit: bool = False) -> Child:
+        return self._zygote.start(PREAMBLE + source, *arguments, whole_exit=whole_exit)
 
     def run(self, source: str, *arguments: object) -> list[str]:
         """Runs a script to its good end; what it said."""

@@ -371,6 +371,7 @@ ckpt.close(timeout=0.3)
 """,
         root,
         shim.hanging("fsync", f"{root}/global_step2/{BYTES}"),
+        whole_exit=True,
     )
     child.expect("saved")
     shim.await_hang()
@@ -406,6 +407,7 @@ except KeyboardInterrupt:
 """,
         root,
         shim.hanging("fsync", f"{root}/global_step2/{BYTES}"),
+        whole_exit=True,
     )
     child.expect("saved")
     shim.await_hang()

@@ -3,10 +3,13 @@
 Owns: the forks, and the exit codes of the children. Must not: use relight's engine itself, or start a thread.
 Invariant: a child is as good as a fresh interpreter: relight has no engine yet, and its end runs the exit handlers.
 
-Importing torch costs more than a whole test of these; a fork costs a hundredth of it.
+Importing torch costs more than a whole test of these, and so does taking its modules down at the end; a fork costs a
+hundredth of it. So a script that comes to its end leaves right after the exit handlers, unless it asks for more.
 """
 
 import array
+import atexit
+import gc
 import json
 import os
 import socket
@@ -20,8 +23,8 @@ import relight.torch.unpickling  # noqa: F401
 import torch
 
 
-def serve(door: socket.socket) -> str | None:
-    """Serves requests; in a child, returns the script to run. None: the tester is gone."""
+def serve(door: socket.socket) -> tuple[str, bool] | None:
+    """Serves requests; in a child, the script to run and whether to end as Python does. None: the tester is gone."""
     while True:
         data, ancillary, _, _ = door.recvmsg(1 << 20, socket.CMSG_SPACE(3 * 4))
         if not data:
@@ -42,7 +45,7 @@ def serve(door: socket.socket) -> str | None:
                 os.close(stream)
             os.environ.update(request["environment"])
             sys.argv = ["script", *request["arguments"]]
-            return str(request["source"])
+            return str(request["source"]), bool(request["whole_exit"])
         for stream in streams:
             os.close(stream)
         door.send(json.dumps({"pid": child}).encode())
@@ -57,10 +60,17 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first one imports torch's compiler
     warnings.simplefilter("error")
+    gc.freeze()
     with socket.socket(fileno=int(sys.argv[1])) as door:
-        source = serve(door)
-    if source is not None:
+        work = serve(door)
+    if work is not None:
+        source, whole_exit = work
         exec(  # noqa: S102  # the whole purpose
             compile(source, "<script>", "exec"),
             {"__name__": "__main__", "torch": torch, "relight": relight, "os": os, "sys": sys, "say": say},
         )
+        if not whole_exit:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
