@@ -38,12 +38,12 @@ def section(result: dict[str, Any], stem: Path) -> str:
             row("the same from the memory tier", render.WARM, "relight: resume from memory"),
             row("the same from a cold disk", render.COLD, "relight: load + load_state_dict, cold"),
             "",
-            f"Medians of {result['rounds']} rounds in one run, the ways in turn; the ratio is the median of the ratios within "
-            "a round. torch.save with fsync and rename; relight's loads verify every checksum. Peak memory of relight beside "
-            f"the state: {peak:.0f} MiB, the memory tier included. {machine['processor']}, {machine['cores']} cores, kernel "
-            f"{machine['kernel'].partition('-')[0]}, torch {machine['torch']}, load average before the run "
-            f"{machine['load_average_before']}, {result['date'][:10]}. Method: [bench](bench/README.md); all rows: "
-            f"[the table]({stem}.md). `make bench` measures yours.",
+            f"Medians of {result['rounds']} rounds in one run, the ways in turn; the ratio is the median of the ratios "
+            "within a round. torch.save with fsync and rename; relight's loads verify every checksum. Peak memory of "
+            f"relight beside the state: {peak:.0f} MiB, the memory tier included. {machine['processor']}, "
+            f"{machine['cores']} cores, kernel {machine['kernel'].partition('-')[0]}, torch {machine['torch']}, load "
+            f"average before the run {machine['load_average_before']}, {result['date'][:10]}. Method: "
+            f"[bench](bench/README.md); all rows: [the table]({stem}.md). `make bench` measures yours.",
             "",
             f"![Each way as a bar, each round as a dot, the limits of the machine in grey]({stem}.png)",
             END,
