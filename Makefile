@@ -38,7 +38,7 @@ test-rust: .venv/.relight-ready ## unit, property and crash tests of the crates,
 	@cargo test -p relight-io --features loom --test loom --release
 
 test-types: .venv/.relight-installed ## mypy over the package, stubtest over the stubs of the extension
-	@scripts/environment.sh need 'mypy>=1.10'
+	@scripts/environment.sh need 'mypy>=1.10' 'rich>=13'
 	@$(SAY) "Types: mypy (strict) and stubtest"
 	@MYPYPATH=python $(VENV) -m mypy
 	@$(VENV) -m mypy.stubtest relight._core

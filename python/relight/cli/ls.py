@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             "foreign" if one["foreign"] else "+".join(one["tiers"]),
             len(one["files"]),
             size(one["bytes"]),
-            (one["committed_at"] or "")[:19].replace("T", " "),
+            (one["committed_at"] or "")[:16].replace("T", " "),
             notes(one, latest),
         ]
         for one in known

@@ -99,16 +99,22 @@ class Progress:
 
 
 def _framed(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> bool:
+    """Draws the table; False where rich is missing or the terminal is too narrow to show a row on a line."""
     try:
+        from rich import box
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:  # it belongs to the extra `cli`; the plain table says the same
         return False
-    table = Table(header_style="bold")
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
+        table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=True)
     for row in cells:
         table.add_row(*(Text(cell) for cell in row))  # Text: a name with [brackets] is a name, no markup
-    Console().print(table)
+    console = Console()
+    wanted = console.measure(table, options=console.options.update(width=10_000)).maximum
+    if wanted > console.width:
+        return False
+    console.print(table)
     return True
