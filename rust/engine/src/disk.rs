@@ -75,7 +75,7 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn lock(&self, path: &Path, holder: &str, wait: Duration) -> io::Result<Box<dyn DiskLock>>;
     /// Bytes that this user may still write below `path`, where the file system says.
     fn free_bytes(&self, path: &Path) -> io::Result<Option<u64>>;
-    /// The absolute path with links resolved; the path must exist.
+    /// The absolute path with links resolved. The path must exist, or be a link: where that leads may be free.
     fn canonical(&self, path: &Path) -> io::Result<PathBuf>;
     /// Where the file system of `path` is mounted, for messages about what it cannot do; None where that is unknown.
     fn mount_point(&self, path: &Path) -> Option<PathBuf> {

@@ -203,7 +203,11 @@ impl Engine {
         let path = target_of(self.core().disk.as_ref(), path).ok()?;
         let state = lock(&self.core().state);
         let mut jobs = state.jobs().rev();
-        let is_it = |job: &&Arc<Job>| matches!(&job.staged.purpose, Purpose::File { path: target } if *target == path);
+        // a job is taken off the list a moment after its ticket has ended
+        let is_it = |job: &&Arc<Job>| {
+            matches!(&job.staged.purpose, Purpose::File { path: target } if *target == path)
+                && !job.ticket.state().is_final()
+        };
         jobs.find(is_it).map(|job| job.ticket.clone())
     }
 

@@ -135,7 +135,10 @@ impl Disk for PosixDisk {
     }
 
     fn canonical(&self, path: &Path) -> io::Result<PathBuf> {
-        again(|| fs::canonicalize(path))
+        match again(|| fs::canonicalize(path)) {
+            Err(cause) if cause.kind() == io::ErrorKind::NotFound => dangling_target(path).ok_or(cause),
+            other => other,
+        }
     }
 
     fn mount_point(&self, path: &Path) -> Option<PathBuf> {
@@ -217,6 +220,19 @@ fn again<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
             other => return other,
         }
     }
+}
+
+/// Where the link at `path` leads, although nothing is there yet: what is saved to it goes there, and it stays a link.
+fn dangling_target(path: &Path) -> Option<PathBuf> {
+    const LINKS_MAX: usize = 40; // as the kernel
+    let mut target = path.parent()?.join(fs::read_link(path).ok()?);
+    for _ in 1..LINKS_MAX {
+        let Ok(next) = fs::read_link(&target) else { break };
+        target = target.parent()?.join(next);
+    }
+    let parent = target.parent()?;
+    let directory = fs::canonicalize(parent).unwrap_or_else(|_| parent.to_path_buf());
+    Some(directory.join(target.file_name()?))
 }
 
 fn is_gone(cause: &io::Error) -> bool {
