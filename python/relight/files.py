@@ -12,6 +12,7 @@ import io
 import json
 import os
 import pickle
+import stat
 import time
 from collections.abc import Iterable
 from typing import IO, TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ def save(
         EngineClosed: this process was forked from one that uses relight.
     """
     runtime.check_fork()
+    _check_pickler(pickle_module, pickle_protocol)
     from relight.torch.pickling import plan_object
 
     if _is_path(f):
@@ -76,7 +78,7 @@ def save(
         return
     write = getattr(f, "write", None)
     if write is None:
-        raise InvalidArgument(f"cannot save to a {type(f).__qualname__}; give a path or a file object with write()")
+        raise InvalidArgument(f"cannot save to {f!r:.100}; give a path or a file object with write()")
     from relight.torch.archive import write_archive
 
     snapshot = plan_object(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol, stem="archive")
@@ -104,6 +106,7 @@ def save_async(
     started = time.monotonic()
     if not _is_path(path):
         raise InvalidArgument("save_async needs a path; a file object can only be saved to by save()")
+    _check_pickler(pickle_module, pickle_protocol)
     from relight.handle import Handle
     from relight.torch.pickling import plan_object
 
@@ -157,7 +160,7 @@ def load(
         weights_only = True
     if weights_only and pickle_module is not None:
         raise InvalidArgument("pickle_module is used with weights_only=False only; leave it out, or trust the file")
-    allow = list(allow)
+    allow = _list_of(allow)
     if not _is_path(f):
         if mmap:
             raise InvalidArgument("mmap=True needs a path, not a file object")
@@ -203,10 +206,11 @@ def open(path: _PathLike, *, allow: Iterable[object] = ()) -> View:
 
     head = _head_of(name)
     if not _is_zip(head):
-        raise InvalidArgument(
-            f"{name} is no archive of torch.save (1.6 or later); load it with relight.load", path=name
-        )
-    return View(_core.open_image(name), allow=allow)
+        from relight.torch import other_files
+
+        other_files.check(name, head)
+        raise InvalidArgument(f"{name} is in the format of torch before 1.6; load it with relight.load", path=name)
+    return View(_core.open_image(name), allow=_list_of(allow))
 
 
 # ---- helpers ----
@@ -217,8 +221,30 @@ def _is_path(f: object) -> bool:
 
 
 def _path_of(f: Any) -> str:
-    path = os.fspath(f)
-    return path if isinstance(path, str) else os.fsdecode(path)
+    try:
+        given = os.fspath(f)
+    except TypeError:
+        raise InvalidArgument(f"{f!r:.100} is no path; give the path of a file") from None
+    path = given if isinstance(given, str) else os.fsdecode(given)
+    if not path or "\0" in path:
+        raise InvalidArgument(f"{path!r} is no path; give the path of a file")
+    return path
+
+
+def _check_pickler(pickle_module: Any, pickle_protocol: Any) -> None:
+    """Else the error comes from the midst of pickling, and the state is blamed for it."""
+    if not callable(getattr(pickle_module, "Pickler", None)):
+        raise InvalidArgument(f"pickle_module={pickle_module!r} has no Pickler; give a module such as pickle or dill")
+    if not isinstance(pickle_protocol, int) or pickle_protocol > pickle.HIGHEST_PROTOCOL:
+        raise InvalidArgument(
+            f"pickle_protocol={pickle_protocol!r} cannot be used; give a number from 2 to {pickle.HIGHEST_PROTOCOL}"
+        )
+
+
+def _list_of(allow: Any) -> list[object]:
+    if isinstance(allow, str) or not isinstance(allow, Iterable):
+        raise InvalidArgument(f"allow={allow!r} is no list of names; give one, as allow=['package.module.Class']")
+    return list(allow)
 
 
 def _is_zip(head: bytes) -> bool:
@@ -227,6 +253,8 @@ def _is_zip(head: bytes) -> bool:
 
 def _head_of(path: str) -> bytes:
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return _ZIP_MAGIC  # a pipe would be waited for, perhaps for ever
         with builtins.open(path, "rb") as file:
             return file.read(_HEAD_BYTES)
     except OSError:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from relight.exceptions import CorruptCheckpoint, StorageFull
+from relight.exceptions import CorruptCheckpoint, InvalidArgument, StorageFull
 
 if TYPE_CHECKING:
     from relight.torch.pickling import Entry
@@ -92,10 +92,14 @@ class FileImage:
             for info in infos:  # torch.serialization.set_crc32_options(False): there is nothing to compare with
                 info.CRC = None  # type: ignore[assignment]
         stems = {info.filename.partition("/")[0] for info in infos}
-        if len(stems) != 1:
-            raise CorruptCheckpoint(
-                f"{name}: not a torch.save archive: its entries have no common directory", path=name
+        if len(stems) > 1:
+            raise InvalidArgument(
+                f"{name} is a zip archive that torch.save did not write: its entries have no common folder; give a "
+                "file that torch.save or relight wrote",
+                path=name,
             )
+        if not stems:
+            raise CorruptCheckpoint(f"{name} is an archive without entries; use another checkpoint", path=name)
         self.stem = stems.pop()
         cut = len(self.stem) + 1
         stored = zipfile.ZIP_STORED
@@ -124,7 +128,7 @@ class FileImage:
                             raise CorruptCheckpoint(f"{self.path}: {entry.name} is cut short", path=self.path)
                         done += count
                     source.read(1)  # at the end of an entry zipfile compares the CRC-32
-            except (zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError) as error:
+            except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, struct.error, zlib.error) as error:
                 raise CorruptCheckpoint(f"{self.path}: {entry.name}: {error}", path=self.path) from error
 
     def verify(self) -> list[str]:
@@ -245,6 +249,6 @@ class _Out:
     def _all(self, data: bytes) -> None:
         while data:
             taken = self._write(data)
-            if taken == 0:
+            if isinstance(taken, int) and taken <= 0:
                 raise StorageFull(f"the file object takes no more bytes after {self.position - len(data)}")
             data = data[taken:] if isinstance(taken, int) else b""

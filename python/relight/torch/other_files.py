@@ -14,7 +14,7 @@ import torch
 from relight.exceptions import CorruptCheckpoint, InvalidArgument, ObjectNotAllowed
 from relight.torch import private, safe_types
 
-__all__ = ["load", "load_packed"]
+__all__ = ["check", "load", "load_packed"]
 
 # The pickle of `torch.serialization.MAGIC_NUMBER`, with which every file in the format before 1.6 starts.
 _LEGACY_MAGIC = bytes.fromhex("8a0a6cfc9c46f9206aa85019")
@@ -37,13 +37,7 @@ def load(
         InvalidArgument: a file of another tool; the message names the tool.
         ObjectNotAllowed: it holds a type that torch's list and `allow` lack.
     """
-    if name.endswith(".safetensors"):
-        raise InvalidArgument(f"{name} is a safetensors file; load it with safetensors.torch.load_file", path=name)
-    if not head:
-        raise CorruptCheckpoint(f"{name} has no bytes; use another checkpoint", path=name)
-    is_tar = head[_TAR_AT : _TAR_AT + len(_TAR_MAGIC)] == _TAR_MAGIC
-    if _LEGACY_MAGIC not in head[:64] and not is_tar:
-        raise CorruptCheckpoint(f"{name} is no file of torch.save: it starts with {head[:8]!r}", path=name)
+    check(name, head)
     try:
         return _torch_load(f, map_location, pickle_module, weights_only, allow)
     except pickle.UnpicklingError as error:
@@ -52,6 +46,23 @@ def load(
             f"{_gist(error)}. If you trust the file, load it with weights_only=False and save it again",
             path=name,
         ) from error
+
+
+def check(name: str, head: bytes) -> None:
+    """Refuses a file that torch.load would not take, by its first bytes.
+
+    Raises:
+        CorruptCheckpoint, InvalidArgument: as `load`.
+    """
+    if name.endswith(".safetensors"):
+        raise InvalidArgument(f"{name} is a safetensors file; load it with safetensors.torch.load_file", path=name)
+    if not head:
+        raise CorruptCheckpoint(f"{name} has no bytes; use another checkpoint", path=name)
+    is_tar = head[_TAR_AT : _TAR_AT + len(_TAR_MAGIC)] == _TAR_MAGIC
+    if _LEGACY_MAGIC not in head[:64] and not is_tar:
+        raise CorruptCheckpoint(
+            f"{name} is no file of torch.save: it starts with {head[:8]!r}; use another checkpoint", path=name
+        )
 
 
 def load_packed(path: str, map_location: Any, pickle_module: Any, weights_only: bool, allow: list[object]) -> Any:

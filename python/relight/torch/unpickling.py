@@ -165,7 +165,7 @@ class _Reader:
         self._asked_for = str(map_location) if isinstance(map_location, (str, torch.device)) else None
         self._restore = private.restore_location(map_location)
         self._meta = isinstance(map_location, (str, torch.device)) and str(map_location).partition(":")[0] == "meta"
-        self._fake = torch._guards.detect_fake_mode(None) is not None
+        self._fake = private.in_fake_mode()
         self._swap = self._is_other_byte_order()
         self._loaded: dict[str, TypedStorage] = {}
         self._placed: dict[str, int] = {}  # bytes of each, before a tensor was made of it
@@ -257,7 +257,7 @@ class _Reader:
             return
         path = self.image.path
         for key, typed in self._loaded.items():
-            nbytes = typed._untyped_storage.nbytes()
+            nbytes = private.untyped_of(typed).nbytes()
             if nbytes > self._placed[key]:
                 raise CorruptCheckpoint(
                     f"{path}: data/{key} has {self._placed[key]} bytes, its tensors need {nbytes}", path=path
@@ -273,7 +273,7 @@ class _Reader:
             storage = private.new_storage(nbytes, "meta")
             number = self._index.get(f"data/{key}")
             if number is not None:
-                storage._checkpoint_offset = self._entries[number].offset
+                private.set_checkpoint_offset(storage, self._entries[number].offset)
             return storage
         if not nbytes:
             return private.new_storage(0)
@@ -291,7 +291,7 @@ class _Reader:
         if self._meta or self._cpu_only:
             return storage
         if self._fake:
-            storage._fake_device = location  # type: ignore[assignment]  # as torch.load: the rebuild function reads it
+            private.set_fake_device(storage, location)
             return storage
         try:
             return self._restore(storage, location)
@@ -300,8 +300,8 @@ class _Reader:
             asked = self._asked_for
             fact = f"map_location={asked!r} asks for what" if asked else f"was saved from {location!r}, which"
             raise InvalidArgument(
-                f"{path}: {fact} cannot be had here ({_first_line(error)}); pass map_location='cpu', or a dict or function "
-                "that maps it to a device of this machine",
+                f"{path}: {fact} cannot be had here ({_first_line(error)}); pass map_location='cpu', or a dict or "
+                "function that maps it to a device of this machine",
                 path=path,
             ) from error
 

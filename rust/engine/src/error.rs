@@ -100,6 +100,12 @@ impl Error {
                 (ErrorKind::InvalidArgument, "choose another path")
             }
             K::Interrupted => (ErrorKind::Interrupted, "the wait was interrupted"),
+            // Links in a circle, and a name with a NUL, which never reaches the system: trying again cannot help.
+            _ if cause.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error())
+                || (cause.kind() == K::InvalidInput && cause.raw_os_error().is_none()) =>
+            {
+                (ErrorKind::InvalidArgument, "choose another path")
+            }
             _ => (ErrorKind::StorageUnavailable, "check the storage, then try again"),
         };
         Self::new(kind, format!("cannot {what}: {cause} ({}); {way_out}", path.display()))
