@@ -4,11 +4,11 @@
  *
  * A rule is one line of seven fields between tabs: call, pattern, first, count, action, argument.
  *   call      the name without 64: open write pwrite read pread fsync fdatasync rename unlink rmdir mkdir fallocate
- *             ftruncate chmod close stat fstat opendir thread
+ *             ftruncate chmod close stat fstat opendir thread; or "change": every one that changes something on a disk
  *   pattern   fnmatch() pattern of the path (of the target, for a rename)
  *   first     the first matching call that is meant, from 1; count: how many, 0 for all from there on
  *   action    errno N: fails with N | short N: moves at most N bytes | hang F: opens the FIFO F.reached for writing, then
- *             the FIFO F for reading: the tester learns that it hangs, and lets it go on
+ *             the FIFO F for reading: the tester learns that it hangs, and lets it go on | kill N: the process gets signal N
  * `record FILE SCOPE` (tabs) writes every call on paths below SCOPE to FILE; `keep DIR` copies each synced file there.
  */
 #define _GNU_SOURCE
@@ -19,6 +19,7 @@
 #include <fnmatch.h>
 #include <limits.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,7 +34,7 @@
 
 struct rule {
     char call[16], pattern[PATH_MAX], argument[PATH_MAX];
-    enum { FAIL, SHORT, HANG } action;
+    enum { FAIL, SHORT, HANG, KILL } action;
     long first, count, seen;
 };
 
@@ -74,7 +75,10 @@ int shim_set(const char *text) {
             snprintf(rule->pattern, sizeof rule->pattern, "%s", field[1]);
             rule->first = atol(field[2]);
             rule->count = atol(field[3]);
-            rule->action = !strcmp(field[4], "short") ? SHORT : !strcmp(field[4], "hang") ? HANG : FAIL;
+            rule->action = !strcmp(field[4], "short")  ? SHORT
+                           : !strcmp(field[4], "hang") ? HANG
+                           : !strcmp(field[4], "kill") ? KILL
+                                                       : FAIL;
             snprintf(rule->argument, sizeof rule->argument, "%s", field[5]);
         } else {
             bad = 1;
@@ -134,6 +138,12 @@ static void hang(const char *fifo) {
     if (fd >= 0) raw_close(fd);
 }
 
+static int meant(const struct rule *rule, const char *call) {
+    if (strcmp(rule->call, "change")) return !strcmp(rule->call, call);
+    return strcmp(call, "read") && strcmp(call, "pread") && strcmp(call, "stat") && strcmp(call, "fstat") &&
+           strcmp(call, "opendir") && strcmp(call, "close") && strcmp(call, "thread");
+}
+
 /* The errno this call shall fail with, or 0. Cuts *bytes where a rule says so. */
 static int apply(const char *call, const char *path, size_t *bytes) {
     int result = 0;
@@ -141,12 +151,14 @@ static int apply(const char *call, const char *path, size_t *bytes) {
     pthread_mutex_lock(&guard);
     for (int i = 0; i < rule_count; i++) {
         struct rule *rule = &rules[i];
-        if (strcmp(rule->call, call) || fnmatch(rule->pattern, path, 0)) continue;
+        if (!meant(rule, call) || fnmatch(rule->pattern, path, 0)) continue;
         rule->seen++;
         if (rule->seen < rule->first || (rule->count && rule->seen >= rule->first + rule->count)) continue;
         if (rule->action == SHORT) {
             size_t most = (size_t)atol(rule->argument);
             if (bytes && *bytes > most) *bytes = most;
+        } else if (rule->action == KILL) {
+            kill(getpid(), atoi(rule->argument));
         } else if (rule->action == HANG) {
             snprintf(wait_for, sizeof wait_for, "%s", rule->argument);
         } else if (!result) {
