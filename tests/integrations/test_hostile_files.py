@@ -121,7 +121,7 @@ def test_indices_of_a_sparse_tensor_are_checked(tmp_path: Path) -> None:
         relight.load(path)
     torch.save(torch.eye(3).to_sparse(), path)  # and nothing of the refused one is left for the next load
     assert torch.equal(relight.load(path).to_dense(), torch.eye(3))
-    assert torch.equal(torch.load(path).to_dense(), torch.eye(3))
+    assert torch.equal(torch.load(path, weights_only=True).to_dense(), torch.eye(3))
 
 
 def test_a_generator_that_stands_outside_of_its_numbers_is_refused(tmp_path: Path) -> None:
@@ -133,7 +133,14 @@ def test_a_generator_that_stands_outside_of_its_numbers_is_refused(tmp_path: Pat
     bits.state = state
     legacy = np.random.RandomState(1)
     legacy.set_state(("MT19937", np.arange(624, dtype=np.uint32), -(10**6), 0, 0.0))
-    for one in (bits, np.random.Generator(bits), legacy):
+
+    class AsNumpy1:
+        """A Generator as numpy 1 pickles it, which gives the state to it and not to its bits."""
+
+        def __reduce__(self) -> Any:
+            return vars(np.random._pickle)["__generator_ctor"], ("MT19937",), state
+
+    for one in (bits, np.random.Generator(bits), legacy, AsNumpy1()):
         relight.save({"rng": one}, path)
         with pytest.raises(relight.CorruptCheckpoint, match="its last place is 624"):
             relight.load(path)
@@ -186,6 +193,7 @@ def test_weights_only_none_runs_no_code(tmp_path: Path) -> None:
 
 
 def test_an_archive_inside_a_file_object_is_read_from_where_it_stands(tmp_path: Path) -> None:
+    torch_reads = []
     for saver in (torch.save, relight.save):
         file = io.BytesIO()
         file.write(b"a header of the caller's")
@@ -194,7 +202,14 @@ def test_an_archive_inside_a_file_object_is_read_from_where_it_stands(tmp_path: 
         file.seek(start)
         assert torch.equal(relight.load(file)["a"], torch.arange(70_000))
         file.seek(start)
-        assert torch.equal(torch.load(file)["a"], torch.arange(70_000))
+        try:
+            torch_reads.append(torch.equal(torch.load(file, weights_only=True)["a"], torch.arange(70_000)))
+        except RuntimeError as error:
+            torch_reads.append(str(error))
+    if torch.__version__ >= (2, 7):
+        assert torch_reads == [True, True]
+    else:  # 2.4 finds no archive behind a header, its own or ours
+        assert torch_reads[0] == torch_reads[1]
 
 
 def test_an_error_of_map_location_is_the_callers(tmp_path: Path) -> None:

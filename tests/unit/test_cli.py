@@ -207,7 +207,7 @@ def test_bl_033_all_readers_show_the_same_content(relight, tmp_path: Path, entri
     state |= {"t": torch.arange(6.0).reshape(2, 3), "nested": {"list": [1, "two", None]}}
     package.save(state, tmp_path / "relight.pt")
     torch.save(state, tmp_path / "torch.pt")
-    by_torch = torch.load(tmp_path / "relight.pt")
+    by_torch = torch.load(tmp_path / "relight.pt", weights_only=True)
     assert by_torch.keys() == state.keys() and torch.equal(by_torch["t"], state["t"])
     assert package.load(tmp_path / "torch.pt").keys() == state.keys()
     shown = relight("show", tmp_path / "relight.pt", "--json").json["contents"]
@@ -329,12 +329,12 @@ def test_history_shows_each_save(relight, made: Path) -> None:
 def test_export_gives_files_that_plain_torch_loads(relight, made: Path, tmp_path: Path) -> None:
     assert relight("export", made, "global_step100", tmp_path / "out").code == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["state.pt"]
-    assert torch.equal(torch.load(tmp_path / "out" / "state.pt")["w"], torch.ones(1000))
+    assert torch.equal(torch.load(tmp_path / "out" / "state.pt", weights_only=True)["w"], torch.ones(1000))
     again = relight("export", made, "global_step200", tmp_path / "out")
     assert again.code == 2 and "--force" in again.err
-    assert torch.load(tmp_path / "out" / "state.pt")["tag"] == "100"
+    assert torch.load(tmp_path / "out" / "state.pt", weights_only=True)["tag"] == "100"
     assert relight("export", made, "global_step200", tmp_path / "out", "--force").code == 0
-    assert torch.load(tmp_path / "out" / "state.pt")["tag"] == "200"
+    assert torch.load(tmp_path / "out" / "state.pt", weights_only=True)["tag"] == "200"
 
 
 def test_export_leaves_nothing_of_a_damaged_file(relight, root: Path, tmp_path: Path) -> None:
@@ -372,7 +372,9 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert drained.code == 0, drained.err
     assert relight("drain", "--list", "--json").json == []
     assert relight("verify", tmp_path).code == 0
-    assert torch.equal(torch.load(tmp_path / "global_step2" / "state.pt")["w"], torch.full((4 << 20,), 5.0))
+    assert torch.equal(
+        torch.load(tmp_path / "global_step2" / "state.pt", weights_only=True)["w"], torch.full((4 << 20,), 5.0)
+    )
 
 
 def test_drain_remove_with_force_frees_the_memory(relight, trainer, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_bl_030_names_in_any_script(tmp_path: Path, name: str) -> None:
     state = {"w": torch.randn(1000)}
     relight.save(state, path)
     for load in (relight.load, torch.load):
-        assert torch.equal(load(path)["w"], state["w"])
+        assert torch.equal(load(path, weights_only=True)["w"], state["w"])
     assert [entry.name for entry in folder.iterdir()] == [path.name]
 
 
@@ -55,7 +55,7 @@ def test_bl_033_readers_agree_on_any_number_of_entries(tmp_path: Path, count: in
     state = {f"k{i}": torch.tensor([i], dtype=torch.int32) for i in range(count)} | {"list": list(range(count))}
     path = tmp_path / "state.pt"
     relight.save(state, path)
-    ours, theirs = relight.load(path), torch.load(path)
+    ours, theirs = relight.load(path), torch.load(path, weights_only=True)
     for loaded in (ours, theirs):
         assert list(loaded) == list(state) and loaded["list"] == state["list"]
         assert torch.equal(torch.cat([loaded[f"k{i}"] for i in range(count)]), torch.arange(count, dtype=torch.int32))
@@ -200,7 +200,7 @@ def test_bl_167_without_the_gpu_the_error_says_how_to_load(from_gpu: Path) -> No
 )
 def test_bl_167_the_map_follows_the_rules_of_torch(from_gpu: Path, where: Any) -> None:
     assert relight.load(from_gpu, map_location=where)["w"].tolist() == [0, 1, 2, 3]
-    assert torch.load(from_gpu, map_location=where)["w"].tolist() == [0, 1, 2, 3]
+    assert torch.load(from_gpu, map_location=where, weights_only=True)["w"].tolist() == [0, 1, 2, 3]
 
 
 # ---- open ----

@@ -70,7 +70,7 @@ class Snapshot:
             TornSnapshot: names the tensor. Nothing of this snapshot may be committed.
         """
         for tensor, version in self.versions:
-            if tensor._version != version:
+            if private.version_of(tensor) != version:
                 name = paths.find(self.obj, functools.partial(operator.is_, tensor))
                 raise TornSnapshot(
                     f"{name or 'a tensor'} was changed while it was being copied; do not change the state during the "
@@ -205,7 +205,7 @@ class _TorchPickler:
 
     def _raw_storage(self, obj: Any) -> tuple[Any, ...]:
         if isinstance(obj, TypedStorage):
-            storage, dtype, typed = obj._untyped_storage, obj.dtype, True
+            storage, dtype, typed = private.untyped_of(obj), obj.dtype, True
         else:
             storage, dtype, typed = obj, torch.uint8, False
         if storage.device.type == "meta":
@@ -223,7 +223,7 @@ class _TorchPickler:
     def _keep(
         self, storage: UntypedStorage, dtype: torch.dtype, typed: bool, alone: torch.dtype | None = None
     ) -> _Kept:
-        identity = (storage._cdata, alone)
+        identity = (private.storage_identity(storage), alone)
         kept = self.kept.get(identity)
         if kept is None:
             if self._given is not None and identity in self._given.forced:
@@ -245,7 +245,7 @@ class _TorchPickler:
                 kind = private.storage_type_of(kept.dtype)
                 numel = nbytes // _item_bytes(kept.dtype)
             # Set by torch on storages of fake tensors under skip_data.
-            fake = getattr(kept.storage, "_fake_device", None)
+            fake = private.fake_device_of(kept.storage)
             location = torch.serialization.location_tag(kept.storage) if fake is None else str(fake)
             kept.mark = _Mark(("storage", kind, kept.key, location, numel))
         return kept.mark
@@ -285,15 +285,15 @@ class _TorchPickler:
             or tensor.layout is not torch.strided
             or tensor.device.type not in ("cpu", "cuda")
             or tensor.is_nested
-            or tensor._backward_hooks is not None
+            or private.backward_hooks_of(tensor) is not None
         ):
             return self._reduce_tensor(tensor)
         if tensor is self._inner:
             self._inner = None
         elif not tensor.is_inference():
-            self.versions.append((tensor, tensor._version))
+            self.versions.append((tensor, private.version_of(tensor)))
         storage = tensor.untyped_storage()
-        kept = self.kept.get((storage._cdata, None)) or self._keep(storage, dtype, True)
+        kept = self.kept.get((private.storage_identity(storage), None)) or self._keep(storage, dtype, True)
         offset, size, stride = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         metadata = private.tensor_metadata(tensor)
         tail = (metadata,) if metadata else ()
@@ -314,11 +314,11 @@ class _TorchPickler:
             self._inner = None  # the `.data` of a Parameter: has a version counter of its own that never moves
         elif type(tensor) in _PLAIN:
             if not tensor.is_inference():
-                self.versions.append((tensor, tensor._version))
+                self.versions.append((tensor, private.version_of(tensor)))
         else:
-            with torch._C.DisableTorchFunctionSubclass():  # a subclass may answer these with tensors of its own
+            with private.without_torch_function():  # a subclass may answer these with tensors of its own
                 if not tensor.is_inference():
-                    self.versions.append((tensor, tensor._version))
+                    self.versions.append((tensor, private.version_of(tensor)))
         reduced = tensor.__reduce_ex__(self._protocol)
         if not isinstance(reduced, tuple):
             return reduced
@@ -343,7 +343,7 @@ class _TorchPickler:
             # Takes its dtype from the storage, so the storage is written for this dtype alone; and whole, because some
             # of these dtypes have several elements in a byte.
             typed = args[0]
-            kept = self._keep(typed._untyped_storage, typed.dtype, True, alone=typed.dtype)
+            kept = self._keep(private.untyped_of(typed), typed.dtype, True, alone=typed.dtype)
             kept.whole = True
             return function, (self._mark_of(kept), *args[1:])
         return function, args
@@ -352,7 +352,8 @@ class _TorchPickler:
         storage, offset, size, stride, requires_grad, hooks, *rest = args
         if function is private.REBUILD_V2:
             # A dtype without a storage class (int4) is one that torch.save cannot write; v3 can.
-            dtype, typed, storage = storage.dtype, storage.dtype in private.TYPED_DTYPES, storage._untyped_storage
+            dtype, typed = storage.dtype, storage.dtype in private.TYPED_DTYPES
+            storage = private.untyped_of(storage)
         else:
             dtype, typed = rest.pop(0), False
         kept = self._keep(storage, dtype if typed else torch.uint8, typed)
@@ -405,7 +406,7 @@ def _persistent_id(raw_storage: Callable[[Any], tuple[Any, ...]]) -> Callable[[A
             return None
         if cls is _Mark:
             return obj.pid
-        if issubclass(cls, TypedStorage) or cls in torch._storage_classes:
+        if issubclass(cls, TypedStorage) or cls in private.STORAGE_CLASSES:
             return raw_storage(obj)
         plain.add(cls)
         return None

@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 import torch
 from relight.exceptions import InvalidArgument
+from relight.torch import private
 
 __all__ = ["GROUPS", "allowed_globals", "portable_names", "published", "reducer_for"]
 
@@ -54,7 +55,15 @@ def _enum_member(cls: Any, name: Any) -> Any:
     raise pickle.UnpicklingError("getattr is allowed only for a member of an enum")
 
 
+def _bytes_of_text(text: Any, encoding: Any = "latin1") -> bytes:
+    """`_codecs.encode` as pickle protocol 2 needs it for bytes, and nothing else."""
+    if type(text) is not str or encoding != "latin1":
+        raise pickle.UnpicklingError("_codecs.encode is allowed only for bytes")
+    return text.encode("latin1")
+
+
 _PYTHON: Mapping[str, object] = {
+    "_codecs.encode": _bytes_of_text,
     "argparse.Namespace": argparse.Namespace,
     "builtins.Ellipsis": Ellipsis,
     "builtins.NotImplemented": NotImplemented,
@@ -170,10 +179,7 @@ def allowed_globals(allow: Iterable[object] = ()) -> dict[str, object]:
     Raises:
         InvalidArgument: a name in `allow` that nothing has.
     """
-    # Private, in torch 2.4 to 2.13: the only form of torch's own list.
-    from torch._weights_only_unpickler import _get_allowed_globals
-
-    table: dict[str, object] = dict(_get_allowed_globals())
+    table = private.weights_only_globals()
     for group in published().values():
         table.update(group)
     table.update(_named(item) for item in torch.serialization.get_safe_globals())
@@ -317,6 +323,8 @@ def check_generator(inst: Any) -> None:
     np = _numpy()
     if np is None:
         return
+    if isinstance(inst, np.random.Generator):  # numpy 1 gives the state to it, not to its bits
+        inst = inst.bit_generator
     if isinstance(inst, np.random.RandomState):
         check_generator_state(inst.get_state(legacy=False))
     elif isinstance(inst, np.random.BitGenerator):

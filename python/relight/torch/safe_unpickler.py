@@ -25,7 +25,7 @@ import torch
 from relight.exceptions import CheckpointError
 from relight.torch import private, safe_types
 
-__all__ = ["Refused", "SafeUnpickler"]
+__all__ = ["NotAllowed", "Refused", "SafeUnpickler"]
 
 _CONTAINERS = (deque, defaultdict, set, frozenset, OrderedDict, list, tuple, dict)  # may hold what is not allowed
 _SETITEM_TYPES = (dict, OrderedDict, Counter)
@@ -165,7 +165,7 @@ class SafeUnpickler:
             raise UnpicklingError(f"a {function.__qualname__} of a range is made, which would only take memory")
         result = function(*args)
         self._stack[-1] = result
-        if function in torch._tensor_classes and "sparse" in function.__module__:
+        if private.is_sparse_class(function):
             private.sparse_to_validate().append(result)
 
     def _load_newobj(self) -> None:
@@ -186,7 +186,7 @@ class SafeUnpickler:
         if id(cls) not in self._callables or not isinstance(cls, type):
             raise UnpicklingError(f"an object of {cls!r} is made, which is not on the list")
         result = cls.__new__(cls, *args, **kwargs)
-        if cls in torch._tensor_classes and "sparse" in cls.__module__:
+        if private.is_sparse_class(cls):
             private.sparse_to_validate().append(result)
         self._stack.append(result)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from relight.exceptions import CorruptCheckpoint, InvalidArgument
-from relight.torch import rng
+from relight.torch import private, rng
 
 __all__ = ["capture", "check", "check_component", "detached_optimizers", "restore"]
 
@@ -125,7 +125,7 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: object,
         raise CorruptCheckpoint(f"{where} holds no state of an optimizer; use another checkpoint")
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
-    if optimizer._optimizer_load_state_dict_pre_hooks:
+    if private.optimizer_load_hooks_of(optimizer):
         return
     here = [len(group["params"]) for group in optimizer.param_groups]
     there = [len(group["params"]) for group in saved["param_groups"]]
@@ -147,9 +147,7 @@ def _loads_key_by_key(module: torch.nn.Module) -> bool:
     """Whether loading takes the keys as they are: no hook and no override that may rename, add or drop some."""
     if not _of_torch(type(module).load_state_dict):
         return False
-    return all(
-        not one._load_state_dict_pre_hooks and _of_torch(type(one)._load_from_state_dict) for one in module.modules()
-    )
+    return all(not private.load_hooks_of(one) and _of_torch(private.load_rule_of(one)) for one in module.modules())
 
 
 def _of_torch(function: Any) -> bool:

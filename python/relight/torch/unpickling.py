@@ -25,7 +25,7 @@ from relight.exceptions import CorruptCheckpoint, InvalidArgument, ObjectNotAllo
 from relight.torch import paths, private, quiet_gc, safe_types
 from relight.torch.archive import ImageLike
 from relight.torch.buffers import writable_view
-from relight.torch.safe_unpickler import Refused, SafeUnpickler
+from relight.torch.safe_unpickler import NotAllowed, Refused, SafeUnpickler
 from torch.storage import TypedStorage, UntypedStorage
 
 __all__ = ["MapLocation", "load_image", "load_leniently"]
@@ -118,11 +118,13 @@ def _refusal(reader: _Reader, table: dict[str, object], error: Exception) -> Exc
         result = None
     finally:
         private.sparse_to_validate().clear()
-    if not unpickler.refused:
+    names = unpickler.refused
+    if isinstance(error, NotAllowed) and error.name not in names:
+        names = [error.name, *names]  # the second reading stopped before it: torch cannot make everything on meta
+    if not names:
         return CorruptCheckpoint(f"{path}: {error}", path=path)
     where = [f"{at or 'the object'} ({part.name})" for at, part in paths.walk(result) if type(part) is Refused]
     places = f" at {', '.join(where[:5])}{' and more' if len(where) > 5 else ''}" if where else ""
-    names = unpickler.refused
     return ObjectNotAllowed(
         f"{path}: holds {', '.join(names)}{places}, which is not on the list of what loading makes unasked. If you "
         f"trust the file, pass allow={names!r} or weights_only=False; relight.open gives its tensors without either",

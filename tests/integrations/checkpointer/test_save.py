@@ -129,7 +129,7 @@ def test_bl_070_the_file_holds_the_values_at_the_call(root: Path) -> None:
         state["weight"].fill_(2)  # at once, while it is being persisted
         handle.result()
         assert torch.equal(ckpt.load(1)["weight"], torch.ones(1 << 20))
-    assert torch.equal(torch.load(root / "global_step1" / "state.pt")["weight"], torch.ones(1 << 20))
+    assert torch.equal(torch.load(root / "global_step1" / "state.pt", weights_only=True)["weight"], torch.ones(1 << 20))
 
 
 class ChangesOnTheWay:

@@ -52,7 +52,7 @@ def test_bl_052_kills_in_a_loop_of_saves_to_one_tag_leave_the_old_or_the_new(sta
     assert n in (newest, newest + 1)
     assert found.load("w").eq(n).all()
     nm.flush_persistence()
-    assert torch.load(root / "checkpoint" / "n") == n
+    assert torch.load(root / "checkpoint" / "n", weights_only=True) == n
     nm.Checkpoint("checkpoint", 2).save("w", torch.full((4,), -1))
     nm.Checkpoint("checkpoint", 2).save("n", -1)
     nm.flush_persistence()
@@ -102,9 +102,9 @@ def test_bl_072_load_list_latest_and_save_right_after_a_save(root: Path) -> None
         assert nm.Checkpoint("checkpoint").load("w").eq(n).all()
         assert [entry["tag"] for entry in nm.list_checkpoints()] == ["checkpoint"]
         if n % 5 == 0:
-            assert torch.load(nm.get_latest_checkpoint_path("w")).eq(n).all()
+            assert torch.load(nm.get_latest_checkpoint_path("w"), weights_only=True).eq(n).all()
     nm.flush_persistence()
-    assert torch.load(root / "checkpoint" / "w").eq(19).all()
+    assert torch.load(root / "checkpoint" / "w", weights_only=True).eq(19).all()
 
 
 def test_bl_081_what_could_not_be_committed_is_not_the_latest_after_going_back(start, root: Path) -> None:

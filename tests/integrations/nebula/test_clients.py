@@ -50,7 +50,7 @@ def test_the_documented_sample_with_its_stray_comma_that_never_flushes(start, ro
             pass
         torch_nebula.init(sys.argv[1])
         model = torch_nebula.get_latest_checkpoint().load("mnist", map_location="cpu")
-        assert torch.equal(model.fc.weight, torch.load(sys.argv[1] + "/expected.pt"))
+        assert torch.equal(model.fc.weight, torch.load(sys.argv[1] + "/expected.pt", weights_only=True))
         """,
         root,
     )
@@ -78,7 +78,7 @@ def test_a_transformers_callback_that_flushes_at_the_end_and_reloads_the_best_fr
             checkpoint.save("pytorch_model.bin", {"w": torch.full((100,), epoch)})
             checkpoint.save("trainer_state", json.dumps({"epoch": epoch}))
             callback.on_epoch_end(epoch == 3)
-        assert torch.load(root + "/checkpoint-20/pytorch_model.bin")["w"].eq(2).all()
+        assert torch.load(root + "/checkpoint-20/pytorch_model.bin", weights_only=True)["w"].eq(2).all()
         """,
         root,
     )
@@ -97,7 +97,7 @@ def test_a_client_that_sets_the_variables_just_before_init(start, root: Path) ->
         """,
         root,
     )
-    assert torch.load(root / "global_step5" / "states.pt") == {"a": 1}
+    assert torch.load(root / "global_step5" / "states.pt", weights_only=True) == {"a": 1}
 
 
 def test_an_engine_in_the_manner_of_deepspeeds_saves_and_loads(start, root: Path, tmp_path: Path) -> None:
@@ -143,5 +143,5 @@ def test_an_engine_in_the_manner_of_deepspeeds_saves_and_loads(start, root: Path
         """
     start.run(script, root, save_dir, "save")
     start.run(script, root, save_dir, "load")
-    state = torch.load(root / "global_step20" / "mp_rank_00_model_states.pt")
+    state = torch.load(root / "global_step20" / "mp_rank_00_model_states.pt", weights_only=True)
     assert state["w"].eq(20).all()

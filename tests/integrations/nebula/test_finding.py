@@ -137,7 +137,7 @@ def test_nebula_24_get_latest_checkpoint_path_right_after_a_save_gives_a_complet
         save(f"global_step{step}", torch.full((300_000,), step))
         path = nm.get_latest_checkpoint_path("m", str(root))
         assert path == str(root / f"global_step{step}" / "m")
-        assert torch.load(path).eq(step).all()
+        assert torch.load(path, weights_only=True).eq(step).all()
 
 
 def test_nebula_24_it_is_the_newest_that_has_the_file(root: Path) -> None:
@@ -212,7 +212,7 @@ def test_nebula_30_foreign_files_in_a_tag_survive(root: Path) -> None:
     torch.save("", root / "global_step1" / "m")  # a placeholder at the file's own name: replaced
     save("global_step1", 5)
     nm.flush_persistence()
-    assert torch.load(root / "global_step1" / "m") == 5
+    assert torch.load(root / "global_step1" / "m", weights_only=True) == 5
     assert (root / "global_step1" / "offloaded_tensors" / "t").read_bytes() == b"mine"
     assert [file["name"] for file in nm.list_checkpoints()[0]["files"]] == ["m"]
 

@@ -97,9 +97,9 @@ def test_nebula_07_each_file_opens_with_plain_torch_load_also_after_moving_the_t
             import sys
             sys.modules["relight"] = None
             import torch
-            model = torch.load(sys.argv[1] + "/global_step1/mp_rank_00_model_states.pt")
+            model = torch.load(sys.argv[1] + "/global_step1/mp_rank_00_model_states.pt", weights_only=True)
             assert model["module"]["w"].sum() == 15
-            assert torch.load(sys.argv[1] + "/global_step1/no_extension") == [1, 2, 3]
+            assert torch.load(sys.argv[1] + "/global_step1/no_extension", weights_only=True) == [1, 2, 3]
             """,
             place,
         )
@@ -138,7 +138,7 @@ def test_nebula_09_any_file_name_round_trips(root: Path, tmp_path: Path) -> None
     for number, name in enumerate(NAMES):
         path = Path(nm.get_latest_checkpoint_path(name))
         assert path.parent == root / "global_step1"
-        assert torch.load(path) == number
+        assert torch.load(path, weights_only=True) == number
     assert (root / "global_step1" / "complete.txt").read_bytes() == b"OK"
 
 

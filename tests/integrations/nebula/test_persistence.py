@@ -37,7 +37,7 @@ def test_nebula_26_after_a_flush_files_manifest_and_complete_txt_are_there(root:
     checkpoint.save("a", 1)
     checkpoint.save("b", torch.ones(1 << 18))
     nm.flush_persistence()
-    assert torch.load(root / "global_step1" / "b").sum() == 1 << 18
+    assert torch.load(root / "global_step1" / "b", weights_only=True).sum() == 1 << 18
     assert (root / "global_step1" / "complete.txt").read_bytes() == b"OK"
     manifest = json.loads((root / "global_step1" / ".relight" / "manifest.json").read_text())
     assert sorted(file["name"] for file in manifest["files"]) == ["a", "b"]
@@ -102,7 +102,7 @@ def test_nebula_27_ten_commits_in_one_interval_are_all_persisted_in_order(root: 
     for step in range(1, 11):
         manifest = json.loads((root / f"global_step{step}" / ".relight" / "manifest.json").read_text())
         sequences.append((manifest["committed_at"], manifest["sequence"]))
-        assert torch.load(root / f"global_step{step}" / "m").eq(step).all()
+        assert torch.load(root / f"global_step{step}" / "m", weights_only=True).eq(step).all()
     assert sequences == sorted(sequences)
     in_memory = [entry["tag"] for entry in nm.list_checkpoints() if "memory" in entry["tiers"]]
     assert in_memory == ["global_step8", "global_step9", "global_step10"]
@@ -155,7 +155,7 @@ def test_nebula_28_a_normal_exit_without_a_flush_persists_all(start, root: Path,
         root,
     )
     assert committed(root) == {f"global_step{step}" for step in range(1, 6)}
-    assert torch.load(root / "global_step5" / "m").eq(5).all()
+    assert torch.load(root / "global_step5" / "m", weights_only=True).eq(5).all()
 
 
 def test_nebula_28_after_sigkill_the_next_process_loads_and_persists_what_was_complete(start, root: Path) -> None:
@@ -181,7 +181,7 @@ def test_nebula_28_after_sigkill_the_next_process_loads_and_persists_what_was_co
     assert found.load("m").eq(2).all()
     path = nm.get_latest_checkpoint_path("m")
     assert path == str(root / "global_step2" / "m")
-    assert torch.load(path).eq(2).all()
+    assert torch.load(path, weights_only=True).eq(2).all()
     assert nm.get_checkpoint("global_step3") is None
 
 

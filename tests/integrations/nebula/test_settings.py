@@ -192,8 +192,10 @@ def test_nebula_04_the_node_stays_within_the_memory_budget_and_a_larger_checkpoi
     memory = json.loads(out)
     assert memory["peak_bytes"] <= memory["capacity_bytes"] <= 16 << 20
     for step in range(1, 9):
-        assert torch.equal(torch.load(root / f"global_step{step}" / "small"), torch.full((1 << 20,), step))
-    assert torch.load(root / "global_step9" / "large").eq(9).all()
+        assert torch.equal(
+            torch.load(root / f"global_step{step}" / "small", weights_only=True), torch.full((1 << 20,), step)
+        )
+    assert torch.load(root / "global_step9" / "large", weights_only=True).eq(9).all()
 
 
 def test_nebula_04_a_budget_that_is_no_number_fails_in_init(monkeypatch: pytest.MonkeyPatch) -> None:
