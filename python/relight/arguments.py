@@ -10,12 +10,13 @@ from __future__ import annotations
 import operator
 import os
 import re
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 from relight.distributed.world import World, find_world, require_one_process
 from relight.exceptions import InvalidArgument
 
-__all__ = ["local_path", "step_of_tag", "tag_and_step", "world_of"]
+__all__ = ["allowed", "check_file_name", "local_path", "step_of_tag", "tag_and_step", "world_of"]
 
 _TAG_OF_STEP: Final = "global_step{}"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -27,7 +28,10 @@ def world_of(rank: int | None, world_size: int | None) -> World:
     if rank is None or world_size is None:
         world = find_world()
     else:
-        world = World(operator.index(rank), operator.index(world_size), "the arguments")
+        try:
+            world = World(operator.index(rank), operator.index(world_size), "the arguments")
+        except TypeError:
+            raise InvalidArgument(f"rank={rank!r} and world_size={world_size!r}: give whole numbers") from None
         if not 0 <= world.rank < world.world_size:
             raise InvalidArgument(f"rank={rank!r} is not a rank of world_size={world_size!r}; ranks count from 0")
     require_one_process(world, "relight.Checkpointer")
@@ -51,6 +55,8 @@ def tag_and_step(tag: object, step: object) -> tuple[str, int | None]:
     from relight import _core
 
     if isinstance(tag, str):
+        if not _is_text(tag):
+            raise InvalidArgument(f"tag={tag!r} is no text that can be written; leave out what cannot")
         _core.check_tag(tag)
         given = None if step is None else _step(step, "step")
         in_tag = _core.step_of_tag(tag)
@@ -59,6 +65,28 @@ def tag_and_step(tag: object, step: object) -> tuple[str, int | None]:
     if step is not None and _step(step, "step") != number:
         raise InvalidArgument(f"tag={tag!r} and step={step!r} are two steps; give one")
     return _TAG_OF_STEP.format(number), number
+
+
+def _is_text(name: str) -> bool:
+    """False for halves of characters, as `os.fsdecode` makes of bytes that are no UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_file_name(file: object) -> str:
+    if not isinstance(file, str) or not file or not _is_text(file):
+        raise InvalidArgument(f"{file!r} cannot name a file; give a non-empty string of whole characters")
+    return file
+
+
+def allowed(allow: object) -> list[Any]:
+    """`allow` as a list; one name alone would be taken for its letters."""
+    if isinstance(allow, (str, bytes)) or not isinstance(allow, Iterable):
+        raise InvalidArgument(f"allow={allow!r} is no list of names; give one, as allow=['package.module.Class']")
+    return list(allow)
 
 
 def _step(value: object, called: str) -> int:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from relight import runtime
-from relight.arguments import local_path, step_of_tag, tag_and_step, world_of
+from relight.arguments import allowed, local_path, step_of_tag, tag_and_step, world_of
 from relight.checkpoint import Checkpoint, Resumed, Verification
 from relight.exceptions import (
     CheckpointError,
@@ -63,10 +63,10 @@ class Checkpointer:
 
     Args:
         path: the directory; made if it is not there.
-        keep: how many checkpoints stay, the newest ones; None keeps all. What was just saved, what is being read and
-        what
-            relight did not write is never deleted. Older runs count: if a run that was started anew has saved, its
-            checkpoints are newer than those of a run before it, whatever their step.
+        keep: how many checkpoints stay, the newest ones; None keeps all. Tags with a step and tags without are counted
+            apart. What was just saved, the newest that was saved as `best`, what is being read and what relight did not
+            write is never deleted. Older runs count: if a run that was started anew has saved, its checkpoints are
+            newer than those of a run before it, whatever their step.
         rank, world_size: which process of how many this is. None: as `torch.distributed` or the launcher says.
         on_error, torn_check: as in `Options`; these go before it.
         options: how relight works in this process; see `Options`.
@@ -90,6 +90,8 @@ class Checkpointer:
     ) -> None:
         runtime.check_fork()
         self._keep = check_keep(keep)
+        if not (options is None or isinstance(options, Options)):
+            raise InvalidArgument(f"options={options!r:.100} cannot be used; give a relight.Options, or None")
         self._options = (options or Options()).replaced(on_error=on_error, torn_check=torn_check)
         self._world = world_of(rank, world_size)
         self._pid = os.getpid()
@@ -340,7 +342,7 @@ class Checkpointer:
         tag: int | str | None = None,
         *,
         weights_only: bool = True,
-        allow: Iterable[str] = (),
+        allow: Iterable[object] = (),
     ) -> int:
         """Restores the newest complete checkpoint into the live objects, from memory if it is there.
 
@@ -370,7 +372,7 @@ class Checkpointer:
             )
         started = time.perf_counter()
         self._wait_for_streamed()
-        loading = Loading(weights_only=weights_only, allow=tuple(allow))
+        loading = Loading(weights_only=weights_only, allow=tuple(allowed(allow)))
         reader = Reader(self._root)
 
         def restored(source: TagSource) -> tuple[Restore, int]:
@@ -431,7 +433,7 @@ class Checkpointer:
         map_location: Any = None,
         weights_only: bool = True,
         mmap: bool = False,
-        allow: Iterable[str] = (),
+        allow: Iterable[object] = (),
     ) -> Any:
         """Loads one file of a checkpoint, from memory if it is there, every checksum verified.
 
@@ -440,7 +442,7 @@ class Checkpointer:
             file: which file. None: `state.pt`, or the only one.
             map_location, mmap: as in `torch.load`.
             weights_only: refuse whatever could run code. False runs it: only for files that you trust.
-            allow: names of types to allow beyond those that always are.
+            allow: classes, functions or their full names that are trusted beside those that always are.
 
         Raises:
             CheckpointNotFound: no such checkpoint, or no such file in it.
@@ -451,7 +453,7 @@ class Checkpointer:
         runtime.check_fork()
         self._check_usable()
         self._wait_for_streamed()
-        loading = Loading(map_location=map_location, weights_only=weights_only, mmap=mmap, allow=tuple(allow))
+        loading = Loading(map_location=map_location, weights_only=weights_only, mmap=mmap, allow=tuple(allowed(allow)))
         reader = Reader(self._root)
 
         def loaded(source: TagSource) -> Any:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import IO, TYPE_CHECKING, Any
 
 from relight import runtime
+from relight.arguments import allowed
 from relight.exceptions import EngineClosed, InvalidArgument
 from relight.options import Options
 from relight.parts import others_run, stem_of
@@ -160,7 +161,7 @@ def load(
         weights_only = True
     if weights_only and pickle_module is not None:
         raise InvalidArgument("pickle_module is used with weights_only=False only; leave it out, or trust the file")
-    allow = _list_of(allow)
+    allow = allowed(allow)
     if not _is_path(f):
         if mmap:
             raise InvalidArgument("mmap=True needs a path, not a file object")
@@ -210,7 +211,7 @@ def open(path: _PathLike, *, allow: Iterable[object] = ()) -> View:
 
         other_files.check(name, head)
         raise InvalidArgument(f"{name} is in the format of torch before 1.6; load it with relight.load", path=name)
-    return View(_core.open_image(name), allow=_list_of(allow))
+    return View(_core.open_image(name), allow=allowed(allow))
 
 
 # ---- helpers ----
@@ -239,12 +240,6 @@ def _check_pickler(pickle_module: Any, pickle_protocol: Any) -> None:
         raise InvalidArgument(
             f"pickle_protocol={pickle_protocol!r} cannot be used; give a number from 2 to {pickle.HIGHEST_PROTOCOL}"
         )
-
-
-def _list_of(allow: Any) -> list[object]:
-    if isinstance(allow, str) or not isinstance(allow, Iterable):
-        raise InvalidArgument(f"allow={allow!r} is no list of names; give one, as allow=['package.module.Class']")
-    return list(allow)
 
 
 def _is_zip(head: bytes) -> bool:

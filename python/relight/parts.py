@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from relight.arguments import check_file_name
 from relight.exceptions import InvalidArgument, NotPicklable, PartLeftOutWarning
 from relight.state import OptionalPart, Part, TrainState
 
@@ -22,13 +23,12 @@ __all__ = ["others_run", "part_of", "plan_parts", "stem_of"]
 
 
 def part_of(file: object, value: object) -> Part:
-    if not isinstance(file, str) or not file:
-        raise InvalidArgument(f"{file!r} cannot name a file; give a non-empty string")
+    name = check_file_name(file)
     if isinstance(value, OptionalPart):
-        return Part(file, value.value, optional=True)
+        return Part(name, value.value, optional=True)
     if isinstance(value, TrainState):
-        raise InvalidArgument(f"files has a TrainState as {file!r}; give it as the state of save(tag, state)")
-    return Part(file, value)
+        raise InvalidArgument(f"files has a TrainState as {name!r}; give it as the state of save(tag, state)")
+    return Part(name, value)
 
 
 def plan_parts(parts: Sequence[Part], tag: str) -> list[tuple[str, Snapshot]]:

@@ -80,8 +80,7 @@ class TrainState:
     Args:
         rng: whether the global random state is saved and restored.
         step: only for checkpoints whose tag has no number in it: the step that `resume` shall return for them. Keep it
-        up
-            to date yourself (`state.step += 1`).
+            up to date yourself (`state.step += 1`).
         optional: names of components that may be left out, as `relight.optional(obj)` marks them.
         components: the objects, by name.
 
@@ -93,7 +92,10 @@ class TrainState:
         self, *, rng: bool = True, step: int | None = None, optional: Collection[str] = (), **components: Any
     ) -> None:
         self.rng = rng
-        self.step = None if step is None else operator.index(step)
+        try:
+            self.step = None if step is None else operator.index(step)
+        except TypeError:
+            raise InvalidArgument(f"step={step!r} is no step; give a whole number, or None") from None
         self._components: dict[str, Any] = {}
         self._optional = set([optional] if isinstance(optional, str) else optional)
         self._resumed: str | None = None
@@ -105,6 +107,10 @@ class TrainState:
         unknown = sorted(self._optional - set(components))
         if unknown:
             raise InvalidArgument(f"optional={unknown} names no component; choose from {sorted(components)}")
+
+    def __repr__(self) -> str:
+        parts = [f"{name}={type(component).__qualname__}" for name, component in self._components.items()]
+        return f"<relight.TrainState {', '.join([*parts, f'rng={self.rng}'])}>"
 
     @property
     def components(self) -> Mapping[str, Any]:
@@ -121,7 +127,7 @@ class TrainState:
 
         Raises:
             InvalidArgument: the name is taken, the object has no state to take, or its saved state can no longer be
-            had.
+                had.
         """
         if name in self._components:
             raise InvalidArgument(f"component {name!r} is registered already; choose another name")

@@ -119,19 +119,36 @@ impl TagStore {
         publish::sync_dir(disk, &self.paths.tag)
     }
 
+    /// Refuses a tag that is not there yet and differs from one that is in case only. What cannot be listed is left to
+    /// the moment at which the directory is made.
+    pub(crate) fn refuse_case_twin_of_new(&self) -> Result<()> {
+        match self.root.disk().metadata(&self.paths.tag) {
+            Ok(_) => Ok(()),
+            Err(_) => match self.refuse_case_twin() {
+                Err(error) if error.kind == ErrorKind::InvalidArgument => Err(error),
+                _ => Ok(()),
+            },
+        }
+    }
+
     fn refuse_case_twin(&self) -> Result<()> {
         let root = self.root.path();
         let entries = self.root.disk().list_dir(root).map_err(|cause| Error::io("list the root", root, cause))?;
+        self.refuse_twin_among(entries.iter().map(|entry| entry.name.as_str()))
+    }
+
+    /// Refuses the tag if one of `others` is the same name where case is ignored.
+    pub(crate) fn refuse_twin_among<'n>(&self, mut others: impl Iterator<Item = &'n str>) -> Result<()> {
         let folded = names::fold_case(&self.tag);
-        match entries.iter().find(|entry| entry.name != self.tag && names::fold_case(&entry.name) == folded) {
+        match others.find(|&other| other != self.tag && names::fold_case(other) == folded) {
             None => Ok(()),
             Some(twin) => {
                 let message = format!(
-                    "tags {} and {} differ in case only and would be one directory where case is ignored; choose \
+                    "tags {} and {twin} differ in case only and would be one directory where case is ignored; choose \
                      another tag",
-                    self.tag, twin.name
+                    self.tag
                 );
-                Err(Error::new(ErrorKind::InvalidArgument, message).at(&self.paths.tag))
+                Err(Error::new(ErrorKind::InvalidArgument, message).at(&self.paths.tag).of_tag(&self.tag))
             }
         }
     }

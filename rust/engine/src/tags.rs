@@ -202,7 +202,18 @@ impl Root {
     }
 
     /// Opens a save of `tag` for this rank; writes nothing yet.
+    ///
+    /// # Errors
+    /// InvalidArgument if `tag` cannot name a directory, or differs from another in case only.
     pub fn begin(&self, tag: &str, options: BeginOptions) -> Result<Share> {
+        // Here, and not only when it is persisted: a mistake of the caller is said to the caller.
+        let store = self.state.store.tag(tag)?;
+        {
+            let state = lock(&self.engine.core().state);
+            let staged = state.staged.visible(self.path()).filter_map(|entry| entry.staged.tag());
+            store.refuse_twin_among(staged.map(|record| record.tag.as_str()))?;
+        }
+        store.refuse_case_twin_of_new()?;
         Share::begin(self.engine.clone(), Arc::clone(&self.state), tag, options)
     }
 
