@@ -4,6 +4,7 @@
 //! Must not: change the root; read the bytes of a checkpoint; look at times (order comes from `relight_format::order`).
 //! Invariant: a tag is listed only if its manifest is as it was written and each file it names has its length.
 
+use std::collections::HashSet;
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError};
@@ -160,7 +161,11 @@ impl RootStore {
             let opened = look_again(|| self.disk().open_file(&located.path));
             let fits = |opened: &dyn DiskFile| opened.len().is_ok_and(|len| len == located.record.bytes);
             match opened {
-                Ok(opened) if fits(opened.as_ref()) => return Ok((opened, located)),
+                // A later commit's file may have the same length. It gets its plain name after its manifest is there,
+                // so what was opened is of our manifest if that is the newest still.
+                Ok(opened) if fits(opened.as_ref()) && (looks == LOOKS || self.is_current(tag, &located)?) => {
+                    return Ok((opened, located));
+                }
                 // moved or replaced between the look and the opening
                 Ok(_) if looks < LOOKS => {}
                 Err(cause) if cause.kind() == io::ErrorKind::NotFound && looks < LOOKS => {}
@@ -169,6 +174,12 @@ impl RootStore {
             }
             looks += 1;
         }
+    }
+
+    fn is_current(&self, tag: &str, located: &Located) -> Result<bool> {
+        let now = self.manifest(&TagPaths::new(self.path(), tag)).map_err(|error| error.of_tag(tag))?;
+        // Deleted meanwhile: the open file is what it was.
+        Ok(now.is_none_or(|now| now.file(&located.record.name) == Some(&located.record)))
     }
 
     fn try_resolve(&self, tag: &str, file: &str) -> Result<Located> {
@@ -244,7 +255,16 @@ impl RootStore {
             }
         }
         problems.sort_by(|a, b| a.tag.cmp(&b.tag));
+        self.forget_all_but(&checkpoints);
         Ok((checkpoints, problems))
+    }
+
+    /// Manifests of deleted checkpoints leave the cache: a job that saves for weeks deletes thousands.
+    fn forget_all_but(&self, checkpoints: &[Checkpoint]) {
+        let kept: HashSet<PathBuf> =
+            checkpoints.iter().map(|found| TagPaths::new(self.path(), &found.tag).manifest()).collect();
+        let mut cache = self.inner.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        cache.retain(|path, _| kept.contains(path));
     }
 
     fn look(&self, tag: &str) -> Result<Look> {
@@ -348,4 +368,46 @@ pub(crate) fn key_of(manifest: &Manifest) -> CheckpointKey {
 /// Not there, or below something that is no directory.
 fn is_absent(cause: &io::Error) -> bool {
     matches!(cause.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use relight_format::manifest::Writer;
+    use serde_json::Value;
+
+    use super::*;
+    use crate::clock::SystemClock;
+    use crate::commit::{CommitFacts, CompleteParts};
+    use crate::disk::PosixDisk;
+    use crate::root::RootOptions;
+
+    #[test]
+    fn the_cache_forgets_what_was_deleted() {
+        let dir = tempfile::tempdir().unwrap();
+        let clock = Arc::new(SystemClock::new());
+        let root = RootStore::open(Arc::new(PosixDisk), clock, dir.path(), RootOptions::default()).unwrap();
+        for sequence in 1..=3 {
+            let writer = Writer { rank: 0, host: "node0".to_owned(), pid: 1 };
+            let generation = root.tag(&format!("step{sequence}")).unwrap().begin_generation(&writer).unwrap();
+            let part = generation.write_part(0, 1, &[]).unwrap();
+            let facts = CommitFacts {
+                run: 1,
+                sequence,
+                step: None,
+                world_size: 1,
+                staged_at: String::new(),
+                best: false,
+                writers: vec![writer],
+                meta: Value::Null,
+            };
+            generation.commit(CompleteParts::check(vec![part], 1).unwrap(), facts).unwrap();
+        }
+        assert_eq!(root.list().unwrap().len(), 3);
+        root.delete("step1").unwrap();
+        root.delete("step2").unwrap();
+        assert_eq!(root.list().unwrap().len(), 1);
+        assert_eq!(root.inner.cache.lock().unwrap().len(), 1);
+    }
 }

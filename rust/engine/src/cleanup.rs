@@ -42,6 +42,7 @@ pub(crate) fn settle(disk: &Arc<dyn Disk>, paths: &TagPaths, lock: &TagLock) -> 
     match &manifest {
         Some(found) => settle_manifest(disk, paths, found, None, lock)?,
         None => {
+            refuse_stale_name(disk.as_ref(), paths)?;
             remove_parts(disk.as_ref(), paths)?;
             purge(disk.as_ref(), paths, None);
         }
@@ -49,6 +50,16 @@ pub(crate) fn settle(disk: &Arc<dyn Disk>, paths: &TagPaths, lock: &TagLock) -> 
     let present = generations(disk.as_ref(), paths)?.into_iter().max().unwrap_or(0);
     let highest = manifest.as_ref().map_or(0, |found| found.generation).max(present);
     Ok(Settled { manifest, highest })
+}
+
+/// A network file system may remember for a while that a name was not there, and say so although another host has made
+/// it since. Its list of a directory is fresh. What a manifest names must not go because nobody could open it.
+fn refuse_stale_name(disk: &dyn Disk, paths: &TagPaths) -> Result<()> {
+    if !list(disk, &paths.own)?.iter().any(|name| name == names::MANIFEST) {
+        return Ok(());
+    }
+    let cause = io::Error::from(io::ErrorKind::StaleNetworkFileHandle);
+    Err(Error::io("read the manifest", &paths.manifest(), cause))
 }
 
 /// Brings the files of a committed manifest to their plain names, then says so in complete.txt.
@@ -145,7 +156,7 @@ pub(crate) fn finish_removal(disk: &dyn Disk, paths: &TagPaths, _lock: &TagLock)
         Err(error) if error.kind == ErrorKind::Corrupt => None,
         Err(error) => return Err(error),
     };
-    let replaced = disk.metadata(&paths.manifest()).is_ok();
+    let replaced = list(disk, &paths.own)?.iter().any(|name| name == names::MANIFEST);
     if !replaced {
         publish::remove_if_there(disk, &paths.complete())?;
         for file in tombstone.iter().flat_map(|manifest| &manifest.files) {

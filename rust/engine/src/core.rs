@@ -122,6 +122,11 @@ impl RootState {
         (run, numbers.highest_sequence)
     }
 
+    /// Whether the next save begins a run.
+    pub(crate) fn is_between_runs(&self) -> bool {
+        lock(&self.numbers).run.is_none()
+    }
+
     /// The next save begins a run of its own.
     pub(crate) fn start_run(&self) {
         lock(&self.numbers).run = None;
@@ -152,6 +157,13 @@ pub(crate) struct State {
 impl State {
     pub(crate) fn jobs(&self) -> impl DoubleEndedIterator<Item = &Arc<Job>> {
         self.active.iter().chain(self.queue.iter())
+    }
+
+    /// The jobs that will not be run, because the engine ends.
+    pub(crate) fn take_queue(&mut self) -> Vec<Arc<Job>> {
+        let queued: Vec<Arc<Job>> = self.queue.drain(..).collect();
+        self.finished += queued.len() as u64;
+        queued
     }
 }
 

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use relight_format::manifest::Manifest;
 use relight_format::record::{FileTarget, ImageRecord, SlotRecord, TagRecord, Target};
 use relight_io::arena::{ArenaError, Region, WholeImage};
 use relight_io::copy;
@@ -222,8 +223,9 @@ impl Core {
         }
         // Killed between the commit and the mark: the manifest says that it is persisted.
         let manifest = root.as_ref().and_then(|root| root.store.find(&record.tag).ok());
-        let overtaken = manifest.as_ref().is_some_and(|manifest| manifest.sequence > record.sequence);
-        if manifest.is_some_and(|manifest| manifest.sequence >= record.sequence) {
+        let overtaken = manifest.as_ref().is_some_and(|manifest| is_overtaken(&record, &images, manifest));
+        let number = (record.run, record.sequence);
+        if overtaken || manifest.is_some_and(|manifest| (manifest.run, manifest.sequence) == number) {
             fate = Fate::Persisted;
         }
         let order = Order { sequence: record.sequence, staged_at: record.sealed_at.clone(), share: record.share };
@@ -305,10 +307,24 @@ impl Core {
             let useless = entry.staged.root().is_none() || entry.staged.partial;
             entry.fate == Fate::Persisted && entry.staged.adopted.is_some() && useless
         });
+        for adopted in &mut state.tier.adopted {
+            adopted.listed = true; // one drain at a time: all that are there are ours or an earlier one's
+        }
         state.tier.remove_empty_regions(&state.staged);
         drop(guard);
         self.enqueue(jobs, true);
     }
+}
+
+/// Whether what `manifest` commits is of a later save than the one that staged this: the same tag, saved again.
+fn is_overtaken(record: &TagRecord, images: &[Arc<StagedImage>], manifest: &Manifest) -> bool {
+    // A number alone proves nothing: a job that goes on elsewhere, from what was committed, counts on from there too.
+    let (committed, staged) = ((manifest.run, manifest.sequence), (record.run, record.sequence));
+    let is_there = |image: &Arc<StagedImage>| {
+        let file = manifest.file(&image.record.file);
+        file.is_some_and(|file| (file.crc32, file.bytes) == (image.record.crc32, image.record.bytes))
+    };
+    committed > staged || (committed == staged && !images.iter().all(is_there))
 }
 
 type Seals = Vec<(TagRecord, WholeImage)>;

@@ -78,9 +78,13 @@ struct Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
+        let mut state = lock(&self.core.state);
         // The thread is not joined: its disk may be stuck.
-        lock(&self.core.state).stop = true;
+        state.stop = true;
+        let queued = state.take_queue();
+        drop(state);
         self.core.changed.notify_all();
+        self.core.end_unpersisted(queued);
     }
 }
 
@@ -266,8 +270,7 @@ impl Engine {
         let clean = left.is_empty() && !stuck;
         state.phase = Phase::Closed { clean };
         state.tier.close(&mut state.staged);
-        let queued: Vec<Arc<Job>> = state.queue.drain(..).collect();
-        state.finished += queued.len() as u64;
+        let queued = state.take_queue();
         let worker = state.worker;
         core.changed.notify_all();
         drop(guard);
@@ -282,11 +285,7 @@ impl Engine {
             };
             core.log_of(Level::Warning, staged, text);
         }
-        for job in queued {
-            let text = format!("the engine was closed before {} was persisted", job.staged.name());
-            let state = job.ticket.end(Err(Arc::new(Error::new(ErrorKind::Closed, text))));
-            core.events.push(Event::Ticket { id: job.ticket.id(), state });
-        }
+        core.end_unpersisted(queued);
         if worker && !stuck {
             // It has nothing to do and sees `stop` at once.
             core.wait(None, interrupt, |state| (!state.worker).then_some(()))?;
@@ -340,6 +339,15 @@ impl Core {
         Ok((Some(StagedImage { record, image, memory: kind }), waited))
     }
 
+    /// Tells whoever waits for these that the engine ends before they were persisted.
+    fn end_unpersisted(&self, jobs: impl IntoIterator<Item = Arc<Job>>) {
+        for job in jobs {
+            let text = format!("the engine was closed before {} was persisted", job.staged.name());
+            let state = job.ticket.end(Err(Arc::new(Error::new(ErrorKind::Closed, text))));
+            self.events.push(Event::Ticket { id: job.ticket.id(), state });
+        }
+    }
+
     /// Puts what is complete into the catalogue and the queue.
     pub(crate) fn submit(
         self: &Arc<Self>,
@@ -365,10 +373,9 @@ impl Core {
         {
             let mut state = lock(&self.state);
             if matches!(state.phase, Phase::Closed { .. }) {
-                // Closed between the check and here. What is sealed stays in the region; the caller is told.
+                // Closed between the check and here: the caller is told.
                 drop(state);
-                let text = format!("the engine was closed before {} was persisted", job.staged.name());
-                ticket.end(Err(Arc::new(Error::new(ErrorKind::Closed, text))));
+                self.end_unpersisted([job]);
                 return ticket;
             }
             state.staged.insert(entry);

@@ -22,6 +22,7 @@ use crate::wait::{Interrupt, lock, wait_until};
 const SHARED_RESERVE_BYTES: u64 = 16 << 20;
 /// A region smaller than this is not worth its slots.
 const REGION_BYTES_MIN: u64 = 1 << 20;
+const PAGE_BYTES: u64 = 4096;
 
 /// The region of a dead process, now ours to persist and to remove.
 #[derive(Debug)]
@@ -29,6 +30,8 @@ pub(crate) struct Adopted {
     pub(crate) id: u64,
     pub(crate) region: Region,
     pub(crate) path: PathBuf,
+    /// What is in it is in the catalogue; until then it only looks as if nothing were left in it.
+    pub(crate) listed: bool,
 }
 
 /// The regions of this process.
@@ -79,7 +82,7 @@ impl Tier {
     pub(crate) fn adopt(&mut self, region: Region, path: PathBuf) -> u64 {
         let id = self.next_adopted;
         self.next_adopted += 1;
-        self.adopted.push(Adopted { id, region, path });
+        self.adopted.push(Adopted { id, region, path, listed: false });
         id
     }
 
@@ -123,6 +126,8 @@ impl Tier {
             Some(requested) => requested.min(headroom / 2).min(available),
             None => headroom.min(available) / 2,
         };
+        // Regions are whole pages: one of a budget between two would pass it.
+        self.budget -= self.budget % PAGE_BYTES;
         let room = limits::free_bytes(&self.dir).map_or(0, |free| free.saturating_sub(SHARED_RESERVE_BYTES));
         let capacity = self.budget.min(room);
         if self.budget < REGION_BYTES_MIN {
@@ -155,7 +160,7 @@ impl Tier {
         if let Some(shared) = self.shared.as_ref().filter(|shared| need <= capacity_of(shared)) {
             return (Some((shared.clone(), MemoryKind::Shared)), warning);
         }
-        let rest = self.budget - self.shared.as_ref().map_or(0, capacity_of);
+        let rest = self.budget.saturating_sub(self.shared.as_ref().map_or(0, capacity_of));
         if self.private.is_none() && need <= rest && rest >= REGION_BYTES_MIN {
             match Region::private(rest) {
                 Ok(region) => {
@@ -299,7 +304,8 @@ impl Tier {
     /// Removes the regions of dead processes from which nothing is left.
     pub(crate) fn remove_empty_regions(&mut self, staged: &Catalogue) {
         self.adopted.retain(|adopted| {
-            let needed = staged.entries().iter().any(|entry| entry.staged.adopted == Some(adopted.id));
+            let needed =
+                !adopted.listed || staged.entries().iter().any(|entry| entry.staged.adopted == Some(adopted.id));
             if !needed {
                 // An error leaves a file in which everything is marked as persisted: the next process removes it.
                 let _ = adopted.region.unlink();
@@ -315,7 +321,6 @@ fn capacity_of(region: &Region) -> u64 {
 
 /// What an image takes in a region, with its record and in whole pages.
 fn bytes_needed(image_len: u64, meta_len: usize) -> u64 {
-    const PAGE_BYTES: u64 = 4096;
     image_len.next_multiple_of(PAGE_BYTES).saturating_add(meta_len as u64).next_multiple_of(PAGE_BYTES).max(PAGE_BYTES)
 }
 

@@ -85,16 +85,17 @@ impl Core {
     }
 
     fn run(&self, job: &Job) {
-        let outcome = self.attempts(job);
         // A panic in the bookkeeping must not end the thread either.
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.attempts(job))).unwrap_or_else(|_| Err(panicked(job)));
+        let committed = outcome.is_ok();
         let ended = catch_unwind(AssertUnwindSafe(|| match outcome {
             Ok(()) => self.after_commit(job),
             Err(error) => self.after_failure(job, error),
         }));
-        if ended.is_err() {
-            let error =
-                Error::new(ErrorKind::StorageUnavailable, format!("the engine failed over {}", job.staged.name()));
-            job.ticket.end(Err(Arc::new(error)));
+        if ended.is_err() && !job.ticket.state().is_final() {
+            lock(&self.state).staged.set_fate(&job.staged, if committed { Fate::Persisted } else { Fate::Failed });
+            let state = job.ticket.end(if committed { Ok(()) } else { Err(Arc::new(panicked(job))) });
+            self.events.push(Event::Ticket { id: job.ticket.id(), state });
         }
     }
 
@@ -104,10 +105,7 @@ impl Core {
         for attempt in 1.. {
             job.ticket.begin_attempt();
             let started = self.clock.monotonic();
-            let tried = catch_unwind(AssertUnwindSafe(|| self.attempt(job))).unwrap_or_else(|_| {
-                let text = format!("the engine panicked while it persisted {}", job.staged.name());
-                Err(Error::new(ErrorKind::StorageUnavailable, text))
-            });
+            let tried = catch_unwind(AssertUnwindSafe(|| self.attempt(job))).unwrap_or_else(|_| Err(panicked(job)));
             let Err(error) = tried else { return Ok(()) };
             let seconds = seconds_since(self.clock.as_ref(), started);
             let last = attempt >= self.options.attempts_max || !error.kind.retryable() || lock(&self.state).stop;
@@ -377,4 +375,9 @@ impl Core {
             self.say_once("history", Level::Warning, format!("the history cannot be written: {error}"));
         }
     }
+}
+
+fn panicked(job: &Job) -> Error {
+    let text = format!("the engine panicked while it persisted {}", job.staged.name());
+    Error::new(ErrorKind::StorageUnavailable, text)
 }

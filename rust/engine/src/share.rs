@@ -134,6 +134,12 @@ impl Share {
         core.check_open()?;
         crate::root::check_tag(tag)?;
         options.check(tag)?;
+        if root.is_between_runs() {
+            // Others may have saved here since the root was opened. Where it cannot be read now, the persist says so.
+            if let Ok((run, sequence)) = root.store.highest() {
+                root.saw(run, sequence);
+            }
+        }
         let number = core.new_share();
         let inner = Inner { stage: Stage::Open, files: Vec::new(), generation: Held::None };
         Ok(Self { core, _engine: engine, root, tag: tag.to_owned(), options, number, inner: Mutex::new(inner) })

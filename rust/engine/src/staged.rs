@@ -212,7 +212,8 @@ impl Catalogue {
     /// Counts checkpoints, not saves: two rounds of one tag are one checkpoint.
     fn keep_newest_of(&mut self, root: &Path, keep: usize, fate: Fate) {
         let mut newest: BTreeMap<String, CheckpointKey> = BTreeMap::new();
-        let mut replaced: BTreeSet<u64> = BTreeSet::new();
+        // By address: the numbers of two dead processes may be the same.
+        let mut replaced: BTreeSet<*const Staged> = BTreeSet::new();
         let mut held: BTreeSet<(String, String)> = BTreeSet::new();
         for entry in self.of_root(root).rev().filter(|entry| entry.fate == fate) {
             let (Some(record), Some(key)) = (entry.staged.tag(), entry.staged.key()) else { continue };
@@ -221,7 +222,7 @@ impl Catalogue {
             let names = entry.staged.images.iter().map(|image| (record.tag.clone(), image.record.file.clone()));
             let new: Vec<_> = names.filter(|name| !held.contains(name)).collect();
             if new.is_empty() {
-                replaced.insert(record.sequence);
+                replaced.insert(Arc::as_ptr(&entry.staged));
             }
             held.extend(new);
         }
@@ -235,7 +236,7 @@ impl Catalogue {
                 && entry
                     .staged
                     .tag()
-                    .is_some_and(|record| old.contains(&record.tag) || replaced.contains(&record.sequence))
+                    .is_some_and(|record| old.contains(&record.tag) || replaced.contains(&Arc::as_ptr(&entry.staged)))
         });
     }
 
@@ -262,5 +263,65 @@ impl Catalogue {
         let entry = self.entries.remove(index);
         entry.staged.release();
         entry.staged
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use relight_format::manifest::Writer;
+    use relight_format::record::Target;
+    use relight_io::arena::Region;
+    use serde_json::Value;
+
+    use super::*;
+
+    const ROOT: &str = "memory:job";
+
+    fn entry(region: &Region, tag: &str, sequence: u64, adopted: u64) -> Entry {
+        let image = region.alloc(100, 10).unwrap().publish(b"x").unwrap();
+        let record = ImageRecord {
+            target: Target::Tag { root: ROOT.to_owned(), tag: tag.to_owned() },
+            file: "model.pt".to_owned(),
+            bytes: 100,
+            crc32: 0,
+            chunk_bytes: 4096,
+            chunks: vec![0],
+            share: sequence,
+        };
+        let seal = TagRecord {
+            root: ROOT.to_owned(),
+            tag: tag.to_owned(),
+            step: None,
+            run: 1,
+            sequence,
+            share: sequence,
+            slots: Vec::new(),
+            meta: Value::Null,
+            sealed_at: String::new(),
+            writer: Writer { rank: 0, host: "node0".to_owned(), pid: 1 },
+            world_size: 1,
+            best: false,
+            keep: None,
+        };
+        let images = vec![Arc::new(StagedImage { record, image, memory: MemoryKind::Shared })];
+        let purpose = Purpose::Tag { root: PathBuf::from(ROOT), record: Box::new(seal), seal: None };
+        Entry {
+            staged: Arc::new(Staged { purpose, images, adopted: Some(adopted), partial: false }),
+            fate: Fate::OnlyHere,
+        }
+    }
+
+    /// Guards: of two dead processes of one root, each counts from 1. What one of them had saved twice took a checkpoint
+    /// of the other along, the only copy.
+    #[test]
+    fn a_save_that_was_replaced_takes_no_other_of_its_number_along() {
+        let region = Region::private(1 << 20).unwrap();
+        let mut catalogue = Catalogue::default();
+        for (tag, sequence, adopted) in [("a", 1, 0), ("b", 1, 1), ("a", 2, 0)] {
+            catalogue.insert(entry(&region, tag, sequence, adopted));
+        }
+        catalogue.keep_newest_only_here(Path::new(ROOT), 3);
+        let left: Vec<_> = catalogue.entries().iter().map(|entry| entry.staged.tag().unwrap()).collect();
+        assert_eq!(left.iter().map(|tag| (tag.tag.as_str(), tag.sequence)).collect::<Vec<_>>(), [("b", 1), ("a", 2)]);
     }
 }
