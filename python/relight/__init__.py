@@ -5,6 +5,8 @@ Owns: the public names. Must not: hold code, or import torch. Invariant: `import
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from relight.checkpoint import Checkpoint, CheckpointFile, FileCheck, Resumed, Verification
 from relight.checkpointer import Checkpointer
 from relight.exceptions import (
@@ -70,9 +72,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> str:
-    if name == "__version__":  # it is the extension's, which is loaded at first use only
-        from relight._core import __version__
+if TYPE_CHECKING:
+    from relight import nebula as nebula
+else:
+    # Not for type checkers: to them it would give every misspelt name a type.
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":  # it is the extension's, which is loaded at first use only
+            from relight._core import __version__
 
-        return __version__
-    raise AttributeError(f"module 'relight' has no attribute {name!r}")
+            return __version__
+        if name == "nebula":  # with `import relight` alone; what does not use it does not pay for it
+            from importlib import import_module
+
+            return import_module("relight.nebula")
+        raise AttributeError(f"module 'relight' has no attribute {name!r}")

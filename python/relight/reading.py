@@ -39,7 +39,7 @@ class Loading:
     map_location: Any = "cpu"
     weights_only: bool = True
     mmap: bool = False
-    allow: tuple[str, ...] = ()
+    allow: tuple[object, ...] = ()
 
     def object_of(self, image: _core.Image) -> Any:
         """The object in `image`."""

@@ -425,3 +425,9 @@ def test_none_is_left_out_and_optional_is_marked_either_way() -> None:
     state = TrainState(model=torch.nn.Linear(1, 1), scaler=None, a=optional(torch.nn.Linear(1, 1)), optional="model")
     assert list(state.components) == ["model", "a"]
     assert [(part.file, part.optional) for part in state.capture().parts] == [("model.pt", True), ("a.pt", True)]
+
+
+def test_its_repr_names_what_is_registered() -> None:
+    """Guards: a notebook that shows an address in place of what would be saved."""
+    state = TrainState(model=torch.nn.Linear(1, 1), scaler=None, dice=random.Random(), rng=False)
+    assert repr(state) == "<relight.TrainState model=Linear, dice=Random, rng=False>"
