@@ -177,6 +177,8 @@ pub(crate) struct Core {
     pub(crate) pid: u32,
     pub(crate) state: Mutex<State>,
     pub(crate) changed: Condvar,
+    /// Held from the look for room in memory to its taking, never over a wait. Taken before `state`.
+    pub(crate) granting: Mutex<()>,
     /// One drain at a time: two would fight for the same regions.
     pub(crate) draining: Mutex<()>,
     /// Regions of dead processes that were looked at and left, each told of once.
@@ -209,6 +211,7 @@ impl Core {
             pid: std::process::id(),
             state: Mutex::new(state),
             changed: Condvar::new(),
+            granting: Mutex::new(()),
             draining: Mutex::new(()),
             left: Mutex::new(BTreeSet::new()),
             said: Mutex::new(BTreeSet::new()),

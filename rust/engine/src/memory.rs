@@ -187,7 +187,7 @@ impl Tier {
 
 /// What `allocate` found about the room.
 enum Look {
-    Try(Region, MemoryKind),
+    Taken(Result<FillingImage, ArenaError>, MemoryKind),
     Evicted,
     WaitFor { name: String, finished: u64 },
     Nothing,
@@ -208,22 +208,19 @@ impl Core {
         // Set when the region had no stretch that is long enough: then free bytes alone do not help.
         let mut crowded = false;
         loop {
-            match self.look_for_room(bytes_needed(image_len, meta_len), crowded) {
-                Look::Try(region, kind) => match region.alloc(image_len, meta_len) {
-                    Ok(image) => {
-                        let mut state = lock(&self.state);
-                        state.tier.peak_bytes = state.tier.used_bytes().max(state.tier.peak_bytes);
-                        return Ok((Room::Memory { image, kind }, waited));
-                    }
-                    Err(ArenaError::Full { .. } | ArenaError::NoSlot { .. }) => crowded = true,
-                    Err(cause) => {
-                        // The node has less memory than it had; reserved memory of evicted images is used again.
-                        let text =
-                            format!("the memory tier cannot grow: {cause}; room is made, or images are streamed");
-                        self.say_once("growth", Level::Warning, text);
-                        crowded = true;
-                    }
-                },
+            match self.take_room(image_len, meta_len, crowded) {
+                Look::Taken(Ok(image), kind) => {
+                    let mut state = lock(&self.state);
+                    state.tier.peak_bytes = state.tier.used_bytes().max(state.tier.peak_bytes);
+                    return Ok((Room::Memory { image, kind }, waited));
+                }
+                Look::Taken(Err(ArenaError::Full { .. } | ArenaError::NoSlot { .. }), _) => crowded = true,
+                Look::Taken(Err(cause), _) => {
+                    // The node has less memory than it had; reserved memory of evicted images is used again.
+                    let text = format!("the memory tier cannot grow: {cause}; room is made, or images are streamed");
+                    self.say_once("growth", Level::Warning, text);
+                    crowded = true;
+                }
                 Look::Evicted => crowded = false,
                 Look::WaitFor { name, finished } => {
                     if !said {
@@ -257,7 +254,10 @@ impl Core {
         }
     }
 
-    fn look_for_room(&self, need: u64, crowded: bool) -> Look {
+    /// Takes free room before another caller can find the same, else makes some, else says what there is to wait for.
+    fn take_room(&self, image_len: u64, meta_len: usize, crowded: bool) -> Look {
+        let _one_at_a_time = lock(&self.granting);
+        let need = bytes_needed(image_len, meta_len);
         let mut guard = lock(&self.state);
         let state = &mut *guard;
         let (region, warning) = state.tier.region_for(need);
@@ -267,7 +267,8 @@ impl Core {
         let Some((region, kind)) = region else { return Look::Nothing };
         let fits = state.tier.used_bytes().saturating_add(need) <= state.tier.budget;
         if fits && !crowded {
-            return Look::Try(region, kind);
+            drop(guard);
+            return Look::Taken(region.alloc(image_len, meta_len), kind);
         }
         if state.staged.evict_oldest(Fate::Persisted).is_some() || state.staged.evict_oldest_only_here() {
             state.tier.remove_empty_regions(&state.staged);

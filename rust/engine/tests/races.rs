@@ -243,3 +243,42 @@ fn what_a_dead_process_staged_does_not_stand_for_what_another_committed_under_it
         }
     }
 }
+
+/// Guards: two callers saw the same room, and both took it: beside the region of a dead process, ours is not the only limit.
+#[test]
+fn two_callers_at_once_do_not_pass_the_budget() {
+    const ROUNDS: usize = 300;
+    let bed = Bed::new();
+    let budget = 4 << 20;
+    let options = || EngineOptions { memory_bytes_max: Some(budget), copy_threads: 1, ..options(&bed) };
+    let dead = bed.engine(options());
+    let root = dead.open_root(Path::new("/ckpt"), true, false).unwrap();
+    assert!(committed(&pipeline::save(&root, "global_step1", &model(1, 1_500_000))));
+    drop((root, dead));
+    let engine = bed.engine(options());
+    drain_until_found(&engine);
+    let root = engine.open_root(Path::new("/ckpt"), true, false).unwrap();
+    // Being read, it cannot make room.
+    let reader = root.open_image("global_step1", "model.pt", Some(Tier::Memory)).unwrap();
+    let adopted = engine.memory().used_bytes;
+    let state = model(2, 1_000_000);
+    assert!(2 << 20 < budget - adopted + (1 << 20), "one more fits, two do not");
+    for _ in 0..ROUNDS {
+        let barrier = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            for tag in ["global_step2", "global_step3"] {
+                let (root, state, barrier) = (&root, &state, &barrier);
+                scope.spawn(move || {
+                    let share = root.begin(tag, BeginOptions::default()).unwrap();
+                    barrier.wait();
+                    let report = share.stage("model.pt", &plan_of(state), false, &never).unwrap();
+                    barrier.wait();
+                    report.streamed
+                });
+            }
+        });
+        let peak = engine.memory().peak_bytes;
+        assert!(peak <= budget, "{peak} bytes of {budget}");
+    }
+    drop(reader);
+}
