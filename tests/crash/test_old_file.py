@@ -126,34 +126,52 @@ relight.save({"n": "new"}, path + ".other")  # and the process is well
     assert [name for name in os.listdir(old.parent) if "relight-tmp" in name] == []
 
 
-def test_bl_053_where_there_is_no_memory_for_the_save_the_old_file_stays(processes: Zygote, old: Path) -> None:
-    """Guards: an abort of the process, or a file cut short, when memory runs out."""
+@pytest.mark.parametrize("what", ["save", "async", "load"])
+def test_bl_053_where_there_is_no_memory_there_is_an_error_and_the_old_file_stays(
+    processes: Zygote, old: Path, what: str
+) -> None:
+    """Guards: an abort of the process when a buffer cannot be had, or a file cut short."""
     content = old.read_bytes()
-    child = processes.start(
-        """
+    outcomes = []
+    for spare_kib in (100, 1000, 3000, 9000, 13_000, 17_000, 22_000, 30_000, 300_000):
+        child = processes.start(
+            """
 import resource
-path = sys.argv[1]
-state = {"w": torch.ones(30_000_000), "text": ["x" * 100 + str(n) for n in range(300_000)]}
-relight.save({"warm": torch.ones(3)}, path + ".other")
+path, what, spare_kib = sys.argv[1:]
+torch.save("old", path + ".other")
+relight.load(path + ".other")
+if what == "async":
+    relight.runtime.engine()
+state = {"n": "new", "w": torch.ones(30_000_000)}
 with open("/proc/self/status") as status:
     size = next(int(line.split()[1]) for line in status if line.startswith("VmSize"))
-resource.setrlimit(resource.RLIMIT_AS, ((size + 8_000) << 10, resource.RLIM_INFINITY))
+say("ready")
+resource.setrlimit(resource.RLIMIT_AS, ((size + int(spare_kib)) << 10, resource.RLIM_INFINITY))
 try:
-    relight.save(state, path)
-    outcome = "saved"
-except (MemoryError, relight.CheckpointError) as error:
+    if what == "save":
+        relight.save(state, path)
+    elif what == "async":
+        relight.save_async(state, path).result()
+    else:
+        relight.load(path)
+    outcome = "good"
+except (MemoryError, RuntimeError, relight.StorageUnavailable) as error:
     outcome = type(error).__name__
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 say(outcome)
 """,
-        old,
-    )
-    outcome = child.end()[0]
-    print(outcome)
-    if outcome == "saved":
-        assert torch.load(old, weights_only=True)["w"].numel() == 30_000_000
-    else:
+            old,
+            what,
+            spare_kib,
+        )
+        child.expect("ready")
+        outcomes.append((spare_kib, child.end()[0]))
+        if outcomes[-1][1] == "good" and what != "load":
+            assert torch.load(old, weights_only=True)["w"].numel() == 30_000_000
+            old.write_bytes(content)
         assert old.read_bytes() == content
+    print(outcomes)
+    assert outcomes[-1][1] == "good"
 
 
 def test_bl_053_a_failed_checkpoint_leaves_the_old_generation_of_its_tag(shim: Shim, root: Path) -> None:

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use relight_format::manifest::Manifest;
 use relight_format::record::{FileTarget, ImageRecord, SlotRecord, TagRecord, Target};
 use relight_io::arena::{ArenaError, Region, WholeImage};
+use relight_io::buffer::AlignedBuf;
 use relight_io::copy;
 use serde::Serialize;
 
@@ -271,7 +272,8 @@ impl Core {
         if file.len().ok() != Some(record.bytes) {
             return false;
         }
-        let mut buffer = vec![0; PIECE_BYTES.min(record.bytes) as usize];
+        // without memory for the look it is written once more
+        let Ok(mut buffer) = AlignedBuf::new(PIECE_BYTES.min(record.bytes) as usize) else { return false };
         let (mut offset, mut crc) = (0, 0);
         while offset < record.bytes {
             let len = (record.bytes - offset).min(PIECE_BYTES);

@@ -113,6 +113,12 @@ impl Error {
             .because(cause)
     }
 
+    /// The process may not have `bytes` more of memory.
+    pub(crate) fn no_memory(bytes: u64, cause: io::Error) -> Self {
+        let text = format!("there is no memory for a buffer of {bytes} bytes ({cause}); free memory, then try again");
+        Self::new(ErrorKind::StorageUnavailable, text).because(cause)
+    }
+
     /// Names the file or directory.
     #[must_use]
     pub fn at(mut self, path: impl Into<PathBuf>) -> Self {

@@ -68,10 +68,18 @@ fn fill_windows(
     while stager.left() > 0 {
         let mut window = match writer.written()? {
             Some(window) => window,
-            None if made < WINDOWS => {
-                made += 1;
-                AlignedBuf::new(window_bytes as usize)
-            }
+            None if made < WINDOWS => match AlignedBuf::new(window_bytes as usize) {
+                Ok(window) => {
+                    made += 1;
+                    window
+                }
+                Err(cause) if made == 0 => return Err(Error::no_memory(window_bytes, cause)),
+                // with fewer windows it is slower and comes to the same end
+                Err(_) => {
+                    writer.wait(&mut pulse)?;
+                    continue;
+                }
+            },
             None => {
                 writer.wait(&mut pulse)?;
                 continue;

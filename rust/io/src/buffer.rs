@@ -4,10 +4,13 @@
 //! Must not: grow; a window has the size it was made with.
 //! Invariant: `start` is a live allocation of exactly `len` initialised bytes, aligned to `ALIGN`.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fmt;
+use std::io;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+
+use rustix::io::Errno;
 
 /// The alignment of every buffer: a page, which direct I/O asks for.
 pub const ALIGN: usize = 4096;
@@ -26,17 +29,20 @@ unsafe impl Sync for AlignedBuf {}
 impl AlignedBuf {
     /// A buffer of `len` zeroed bytes.
     ///
+    /// # Errors
+    /// Out of memory: these are the large pieces, so a process near its limit meets it here and must not abort.
+    ///
     /// # Panics
-    /// If `len` is beyond what an address can reach. Aborts, as Rust's collections do, if there is no memory.
-    pub fn new(len: usize) -> Self {
+    /// If `len` is beyond what an address can reach.
+    pub fn new(len: usize) -> io::Result<Self> {
         if len == 0 {
-            return Self { start: NonNull::dangling(), len };
+            return Ok(Self { start: NonNull::dangling(), len });
         }
         let layout = Self::layout(len);
         // SAFETY: the layout's size is not zero.
         let start = unsafe { alloc_zeroed(layout) };
-        let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };
-        Self { start, len }
+        let start = NonNull::new(start).ok_or_else(|| io::Error::from(Errno::NOMEM))?;
+        Ok(Self { start, len })
     }
 
     fn layout(len: usize) -> Layout {
@@ -86,7 +92,7 @@ mod tests {
     #[test]
     fn buffers_are_zeroed_aligned_and_writable() {
         for len in [0, 1, 4095, 4096, 1 << 20] {
-            let mut buffer = AlignedBuf::new(len);
+            let mut buffer = AlignedBuf::new(len).unwrap();
             assert_eq!(buffer.len(), len);
             assert!(buffer.iter().all(|byte| *byte == 0));
             buffer.fill(7);

@@ -8,6 +8,8 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
+use relight_io::buffer::AlignedBuf;
+
 use crate::disk::DiskFile;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -59,7 +61,7 @@ impl Source {
     ) -> Result<&'v [u8]> {
         match self {
             Self::File(file) => {
-                let into = buffer.of_len(count);
+                let into = buffer.of_len(count).map_err(|cause| Error::no_memory(count as u64, cause).at(path))?;
                 file.read_at(offset, into).map_err(|cause| failed(path, offset, count, cause))?;
                 Ok(into)
             }
@@ -70,14 +72,18 @@ impl Source {
 
 /// The buffer of one reading thread: page-aligned, grown to its largest use, which the pieces bound.
 #[derive(Debug, Default)]
-pub(super) struct Buffer(Option<relight_io::buffer::AlignedBuf>);
+pub(super) struct Buffer(Option<AlignedBuf>);
 
 impl Buffer {
-    fn of_len(&mut self, len: usize) -> &mut [u8] {
+    fn of_len(&mut self, len: usize) -> io::Result<&mut [u8]> {
         if self.0.as_ref().is_none_or(|buffer| buffer.len() < len) {
             self.0 = None; // never both at once
         }
-        &mut self.0.get_or_insert_with(|| relight_io::buffer::AlignedBuf::new(len.next_power_of_two()))[..len]
+        let buffer = match self.0.take() {
+            Some(buffer) => buffer,
+            None => AlignedBuf::new(len.next_power_of_two())?,
+        };
+        Ok(&mut self.0.insert(buffer)[..len])
     }
 }
 
