@@ -526,10 +526,13 @@ class Checkpointer:
         def newer(step: int | None) -> bool:
             return resumed is None or resumed.step is None or (step is not None and step > resumed.step)
 
+        problems = reader.problems()
         under_way = {handle.tag for handle in list(self._pending.values())}
+        if problems:  # after the look at the root: what another process has begun since is no problem of it either
+            under_way |= self._being_saved_elsewhere()
         found = [
             f"{one.tag} cannot be used: {one.reason}"
-            for one in reader.problems()
+            for one in problems
             if one.tag not in under_way and newer(step_of_tag(one.tag))
         ]
         return found + [
@@ -537,6 +540,17 @@ class Checkpointer:
             for one in reader.checkpoints()
             if one.foreign and one.step is not None and newer(one.step)
         ]
+
+    def _being_saved_elsewhere(self) -> set[str]:
+        """Tags that other living processes of this node are saving here: not complete yet is not damaged."""
+        from relight import _core
+
+        return {
+            one["tag"]
+            for region in json.loads(_core.regions(self._options.memory_dir))
+            for one in region["checkpoints"]
+            if region["alive"] and region["pid"] != os.getpid() and one["root"] == self._root.path
+        }
 
     def __repr__(self) -> str:
         return f"<relight.Checkpointer {self._root.path}{' closed' if self._closed else ''}>"

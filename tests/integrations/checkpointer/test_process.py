@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import relight
 import torch
+from relight import runtime
 
 from .conftest import Script, block, steps, values
 
@@ -186,6 +189,36 @@ def test_bl_087_ctrl_c_ends_a_wait(root: Path, script: Start) -> None:
         assert process.line() == "interrupted"
         assert process.line() == "gave up"
         assert process.end()[0] == 0
+
+
+def test_a_save_of_another_process_that_is_under_way_is_no_damage(root: Path, script: Start) -> None:
+    """Guards: an evaluation beside a healthy training that is told, each time, of one that cannot be used."""
+    source = """
+    ckpt = relight.Checkpointer(root, options=relight.Options(lock_timeout_s=3600, close_timeout_s=0))
+    state = relight.TrainState(dice=__import__("random").Random(), rng=False)
+    ckpt.save(3, state).result()
+    ckpt.save(4, state)
+    say("saving")
+    sys.stdin.readline()
+    """
+    with held(root, "global_step4"):
+        training = script(source, root)
+        assert training.line() == "saving"
+        with relight.Checkpointer(root) as ckpt, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert ckpt.resume(relight.TrainState(dice=random.Random(), rng=False)) == 3
+            assert ckpt.resumed is not None and ckpt.resumed.skipped == ()
+        training.kill()
+        runtime.close(60)
+        # Its memory is gone with it: now this is what is left of a save that nobody will finish.
+        for region in Path(os.environ["RELIGHT_MEMORY_DIR"]).rglob("*"):
+            if region.is_file():
+                region.unlink()
+        with (
+            relight.Checkpointer(root) as ckpt,
+            pytest.warns(relight.ResumeWarning, match="global_step4 cannot be used"),
+        ):
+            assert ckpt.resume(relight.TrainState(dice=random.Random(), rng=False)) == 3
 
 
 # ---- forks ----
