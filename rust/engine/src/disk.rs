@@ -14,6 +14,9 @@ use std::time::Duration;
 pub(crate) use nowhere::{Nowhere, is_memory_only};
 pub use posix::PosixDisk;
 
+/// Bytes of a piece of an image, where the disk has no better number.
+const PIECE_BYTES: usize = 4 << 20;
+
 /// What a name in a directory is. Links are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EntryKind {
@@ -88,6 +91,16 @@ pub trait Disk: Send + Sync + fmt::Debug {
 pub trait DiskFile: Send + Sync + fmt::Debug {
     /// Writes all of `bytes` at `offset`; short writes are continued.
     fn write_at(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()>;
+    /// Writes all of `bytes` at `offset`, in pieces, in any order and as many at once as the disk likes; `written` is told
+    /// the bytes of each piece that is done. The bytes of an image: a driver with a queue keeps it full from here.
+    fn write_pieces(&mut self, mut offset: u64, bytes: &[u8], written: &mut dyn FnMut(u64)) -> io::Result<()> {
+        for piece in bytes.chunks(PIECE_BYTES) {
+            self.write_at(offset, piece)?;
+            offset += piece.len() as u64;
+            written(piece.len() as u64);
+        }
+        Ok(())
+    }
     /// Fills all of `buffer` from `offset`; `UnexpectedEof` if the file ends before.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()>;
     /// Reserves room for `len` bytes where the file system can, so that a full disk shows before the first byte.

@@ -24,8 +24,6 @@ use crate::save_file::{seconds_since, with_need};
 use crate::staged::{Fate, Purpose, StagedImage};
 use crate::wait::{POLL, lock};
 
-/// Bytes that one write call hands to the disk.
-const WRITE_BYTES: usize = 4 << 20;
 /// The background yields to training, but is not starved by it.
 const NICE: i32 = 10;
 /// The tier's word in the history.
@@ -233,13 +231,7 @@ impl Core {
             return Err(Error::new(ErrorKind::Corrupt, text).at(&target));
         }
         file.reserve(image.record.bytes).map_err(full)?;
-        let mut offset = 0;
-        for piece in bytes.chunks(WRITE_BYTES) {
-            file.write_at(offset, piece).map_err(full)?;
-            offset += piece.len() as u64;
-            job.ticket.add_bytes(piece.len() as u64);
-        }
-        Ok(())
+        file.write_pieces(0, bytes, &mut |written| job.ticket.add_bytes(written)).map_err(full)
     }
 
     /// After the commit nothing is an error of the save any more: what fails here is said and left.

@@ -151,6 +151,11 @@ impl PendingFile {
         self.with_file("write", |file| file.write_at(offset, bytes))
     }
 
+    /// As `write_at`, for many bytes: `written` is told of each piece that is done.
+    pub(crate) fn write_pieces(&mut self, offset: u64, bytes: &[u8], written: &mut dyn FnMut(u64)) -> Result<()> {
+        self.with_file("write", |file| file.write_pieces(offset, bytes, written))
+    }
+
     /// The bytes become durable, then the name leads to them. The name itself is durable once the directory is synced.
     pub fn finish(mut self) -> Result<()> {
         self.with_file("sync", |file| file.sync())?;

@@ -377,7 +377,7 @@ impl Share {
             let record = image.record.as_file(generation.number(), self.options.rank);
             let mut pending = generation.create_file(&record.path)?;
             pending.reserve(record.bytes)?;
-            pending.write_at(0, image.image.bytes())?;
+            pending.write_pieces(0, image.image.bytes(), &mut |_| {})?;
             pending.finish()?;
             Ok(record)
         })?;
