@@ -466,9 +466,10 @@ class Checkpointer:
         found = reader.newest(loading, loaded)
         if found is None:
             raise CheckpointNotFound(f"there is no complete checkpoint in {self._root.path}", path=self._root.path)
-        for reason in reader.skipped:
-            _warn_resume(f"loaded {found[0].tag}, an older checkpoint: {reason}")
-        return found[1]
+        source, result = found
+        for reason in (*reader.skipped, *self._passed_over(reader, source.checkpoint)):
+            _warn_resume(f"loaded {source.tag}, an older checkpoint: {reason}")
+        return result
 
     def list(self) -> list[Checkpoint]:
         """All complete checkpoints, oldest first; foreign directories before them."""

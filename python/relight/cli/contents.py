@@ -188,14 +188,17 @@ class _Inert(pickle.Unpickler):
         return _Storage(dtype, item_bytes)
 
 
+# No pickler nests as deeply; names of a level more each would take memory by the square of it.
+_LEVELS_MAX = 1000
+
+
 def _walk(whole: Any) -> Iterator[Leaf]:
     """Depth first and without recursion: a pickle may nest deeper than Python's stack."""
-    stack: list[tuple[str, Any]] = [("", whole)]
-    seen: dict[
-        int, str
-    ] = {}  # a container is walked once: shared ones may multiply without end, and may hold themselves
+    stack: list[tuple[str, Any, int]] = [("", whole, 0)]
+    # A container is walked once: shared ones may multiply without end, and may hold themselves.
+    seen: dict[int, str] = {}
     while stack:
-        name, value = stack.pop()
+        name, value, level = stack.pop()
         inside = _inside(value)
         if inside is None:
             yield _leaf(name, value)
@@ -203,9 +206,12 @@ def _walk(whole: Any) -> Iterator[Leaf]:
             yield Leaf(name, _called(value), None, None, "empty")
         elif (first := seen.get(id(value))) is not None:
             yield Leaf(name, _called(value), None, None, f"the same as {first or 'the whole'}")
+        elif level == _LEVELS_MAX:
+            yield Leaf(name, _called(value), None, None, f"more than {_LEVELS_MAX} levels down: not shown")
         else:
             seen[id(value)] = name
-            stack.extend((f"{name}.{key}" if name else str(key), item) for key, item in reversed(inside))
+            below = ((f"{name}.{key}" if name else str(key), item, level + 1) for key, item in reversed(inside))
+            stack.extend(below)
 
 
 def _inside(value: Any) -> list[tuple[Any, Any]] | None:

@@ -91,12 +91,12 @@ def _drain(memory_dir: str | None, out: Output) -> int:
         for region in found:
             for tag in region["tags"]:
                 state = "is persisted already" if tag["persisted"] else "is being persisted"
-                out.line(f"process {region['pid']} left {_called(tag)}: it {state}")
+                out.line(f"{_owner(region)} left {_called(tag)}: it {state}")
             for file in region["files"]:
                 state = "is persisted already" if file["persisted"] else "is being persisted"
-                out.line(f"process {region['pid']} left {file['path']}: it {state}")
+                out.line(f"{_owner(region)} left {file['path']}: it {state}")
             for dropped in region["dropped"]:
-                out.warning(f"from process {region['pid']}: {dropped}")
+                out.warning(f"from {_owner(region)}: {dropped}")
         one.flush(None)
     left = [waiting for region in regions(memory_dir) if not region["alive"] for waiting in _waiting(region)]
     if out.as_json:
@@ -106,3 +106,8 @@ def _drain(memory_dir: str | None, out: Output) -> int:
     for waiting in left:
         out.warning(f"could not persist {waiting}; it stays in memory (`relight history ROOT` has the error)")
     return 1 if left else 0
+
+
+def _owner(region: Json) -> str:
+    """Who had the region last; nobody, if an earlier drain could not persist all of it and let it go."""
+    return "a dead process" if region["pid"] is None else f"process {region['pid']}"

@@ -167,6 +167,15 @@ def test_bl_097_resume_takes_the_older_one_and_names_the_damaged(
         assert fill_of(model) == 200
 
 
+def test_bl_097_load_of_the_newest_names_what_it_passed_over_without_reading_it(persisted: Path) -> None:
+    """Guards: `resume` warned of a newest one without its manifest, and `load()` gave the older in silence."""
+    without_manifest(persisted / "global_step300")
+    with relight.Checkpointer(persisted) as ckpt:
+        with pytest.warns(relight.ResumeWarning, match="global_step300 cannot be used"):
+            loaded = ckpt.load(file="model.pt")
+        assert float(loaded["weight"][0, 0]) == 200
+
+
 def test_bl_097_a_directory_stripped_of_what_relight_wrote_is_named_and_loaded_only_by_name(persisted: Path) -> None:
     shutil.rmtree(persisted / "global_step300" / ".relight")
     with relight.Checkpointer(persisted) as ckpt:
