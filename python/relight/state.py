@@ -91,6 +91,11 @@ class TrainState:
     def __init__(
         self, *, rng: bool = True, step: int | None = None, optional: Collection[str] = (), **components: Any
     ) -> None:
+        if not isinstance(rng, bool):
+            raise InvalidArgument(
+                f"rng={rng!r} cannot be used; give True or False: it is about the global random state. Register a "
+                "generator of your own under another name, as generator=..."
+            )
         self.rng = rng
         try:
             self.step = None if step is None else operator.index(step)

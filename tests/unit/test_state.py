@@ -431,3 +431,12 @@ def test_its_repr_names_what_is_registered() -> None:
     """Guards: a notebook that shows an address in place of what would be saved."""
     state = TrainState(model=torch.nn.Linear(1, 1), scaler=None, dice=random.Random(), rng=False)
     assert repr(state) == "<relight.TrainState model=Linear, dice=Random, rng=False>"
+
+
+@pytest.mark.parametrize(
+    "rng", [torch.Generator(), random.Random(), None, 1, "yes"], ids=["torch", "random", "None", "1", "yes"]
+)
+def test_a_generator_of_ones_own_is_not_taken_for_the_switch(rng: object) -> None:
+    """Guards: `rng=generator` being true enough to save the global random state, and the generator's being lost."""
+    with pytest.raises(InvalidArgument, match="under another name"):
+        TrainState(rng=rng)  # type: ignore[arg-type]

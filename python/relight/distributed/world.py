@@ -70,7 +70,7 @@ def require_one_process(world: World, what: str) -> None:
     if world.world_size > 1:
         raise InvalidArgument(
             f"{what} in several processes is not built yet: this is rank {world.rank} of {world.world_size} "
-            f"(from {world.source}). Give each rank a root of its own through "
-            "relight.Checkpointer(root, rank=0, world_size=1), or save on one process only",
+            f"(from {world.source}). Save on one rank only, or give each rank a root of its own; either way as "
+            "relight.Checkpointer(root, rank=0, world_size=1)",
             rank=world.rank,
         )

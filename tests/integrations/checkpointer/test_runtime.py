@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from .conftest import Script
+import pytest
+import relight
+
+from .conftest import Script, values
 
 Start = Callable[..., Script]
 
@@ -85,3 +88,16 @@ def test_callbacks_run_without_anybody_waiting(root: Path, script: Start) -> Non
     """
     code, out, err = script(source, root).end()
     assert (code, out.strip(), err) == (0, "True None", "")
+
+
+def test_in_several_processes_the_error_names_a_way_out_that_works(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: advice ("save on one process only") that the same refusal stands in the way of."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(
+        relight.InvalidArgument, match=r"one rank only.* as relight\.Checkpointer\(root, rank=0, world_"
+    ):
+        relight.Checkpointer(root)
+    with relight.Checkpointer(root, rank=0, world_size=1) as ckpt:
+        ckpt.save(1, values(1))
+    assert (root / "global_step1" / "complete.txt").exists()
