@@ -78,9 +78,7 @@ say(max(most, tier()))
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
-def test_bl_184_a_checkpoint_larger_than_the_budget_streams_through(
-    processes: Zygote, root: Path, how: str
-) -> None:
+def test_bl_184_a_checkpoint_larger_than_the_budget_streams_through(processes: Zygote, root: Path, how: str) -> None:
     """Guards: a state that cannot be saved because the memory tier is small, or that passes its budget."""
     peak, tier, streamed, good = run(
         processes,

@@ -214,7 +214,7 @@ say(len(errors), ckpt.load("last", "b.pt")["n"])
 
 
 def test_bl_059_a_file_that_is_mapped_is_replaced_and_never_changed(processes: Zygote, tmp_path: Path) -> None:
-    """Guards: a file that is overwritten in place under the tensors that are mapped from it: other values, or SIGBUS."""
+    """Guards: a file that is overwritten in place under tensors that are mapped from it: new values, SIGBUS."""
     path, hard, soft = tmp_path / "model.pt", tmp_path / "hard.pt", tmp_path / "soft.pt"
     torch.save({"w": torch.zeros(3_000_000), "other": torch.ones(5)}, path)
     os.link(path, hard)

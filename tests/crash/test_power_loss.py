@@ -138,7 +138,7 @@ def cuts(shim: Shim, root: Path, before: Path, into: Path) -> Iterator[tuple[Pat
 def test_bl_054_whatever_was_reported_as_committed_survives_a_power_cut(
     shim: Shim, processes: Zygote, root: Path, tmp_path: Path
 ) -> None:
-    """Guards: a name that is durable before its bytes, a manifest before its files, a commit reported before its sync."""
+    """Guards: a name that is durable before its bytes, a manifest before its files, one reported before its sync."""
     before, into = tmp_path / "before", tmp_path / "cuts"
     into.mkdir()
     shim.run(
@@ -234,7 +234,9 @@ rules("")
     calls = shim.calls()
     synced = [number for number, call in enumerate(calls) if call.name in ("fsync", "fdatasync")]
     renamed = [number for number, call in enumerate(calls) if call.name == "rename"]
-    written = [number for number, call in enumerate(calls) if call.name in ("pwrite", "write") and ".lock" not in call.path]
+    written = [
+        number for number, call in enumerate(calls) if call.name in ("pwrite", "write") and ".lock" not in call.path
+    ]
     assert len(renamed) == 1 and len(synced) == 2
     assert written[-1] < synced[0] < renamed[0] < synced[1]
     assert calls[synced[0]].path == calls[renamed[0]].path

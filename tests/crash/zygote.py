@@ -19,7 +19,7 @@ import warnings
 import numpy  # noqa: F401  # loaded before the forks, as torch loads it at first use
 import relight
 import relight.torch.pickling
-import relight.torch.unpickling  # noqa: F401
+import relight.torch.unpickling
 import torch
 
 
@@ -65,7 +65,7 @@ if __name__ == "__main__":
         work = serve(door)
     if work is not None:
         source, whole_exit = work
-        exec(  # noqa: S102  # the whole purpose
+        exec(  # the whole purpose
             compile(source, "<script>", "exec"),
             {"__name__": "__main__", "torch": torch, "relight": relight, "os": os, "sys": sys, "say": say},
         )
