@@ -148,7 +148,7 @@ class Zygote:
         }
         in_read, in_write = os.pipe()
         out_read, out_write = os.pipe()
-        stderr = tempfile.TemporaryFile()
+        stderr = tempfile.TemporaryFile()  # noqa: SIM115  # it lives as long as the child
         socket.send_fds(self._door, [json.dumps(request).encode()], [in_read, out_write, stderr.fileno()])
         pid = json.loads(self._door.recv(1 << 16))["pid"]
         os.close(in_read)

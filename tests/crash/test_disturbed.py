@@ -189,7 +189,8 @@ for path in (sys.argv[1] + "/file", sys.argv[1] + "/file/below"):
         relight.Checkpointer(path)
         say("made")
     except relight.CheckpointError as error:
-        say(isinstance(error, (relight.InvalidArgument, relight.StorageUnavailable, relight.StorageDenied)), "file" in str(error))
+        kinds = relight.InvalidArgument, relight.StorageUnavailable, relight.StorageDenied
+        say(isinstance(error, kinds), "file" in str(error))
     try:
         relight.save(1, path + "/x.pt")
     except relight.CheckpointError as error:

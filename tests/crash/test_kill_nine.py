@@ -153,7 +153,7 @@ with relight.Checkpointer(sys.argv[1], keep=2) as ckpt:
 def test_bl_052_fifty_mb_saved_over_one_tag_in_a_loop(
     processes: Zygote, root: Path, memory_dir: Path, draw: random.Random
 ) -> None:
-    """Guards: a crash between two moves of a second generation that shows half of each, and an old one gone too early."""
+    """Guards: a crash between two moves of a generation that shows half of each, or an old one gone too early."""
     source = """
 ckpt = relight.Checkpointer(sys.argv[1])
 latest = ckpt.latest()
