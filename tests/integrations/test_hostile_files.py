@@ -69,6 +69,7 @@ def archive(path: Path, body: bytes) -> Path:
 
 FLOATS = name("torch", "FloatStorage")
 TENSOR = name("torch", "Tensor") + b")\x81"
+GENERATOR = name("torch._C", "Generator")
 COUNTER = name("collections", "Counter") + b")\x81"
 BROKEN = {
     "a tensor that begins outside of its bytes": tensor(offset=10**6),
@@ -99,6 +100,7 @@ BROKEN = {
     "a call without arguments": call(name("torch._utils", "_rebuild_tensor_v2")),
     "arguments that are a number": name("collections", "OrderedDict") + b"K\5R",
     "a key that is a list": b"}]K\1s",
+    "state that is none for a generator": call(GENERATOR, text("cpu")) + b"K\1b",
     "state for a range": call(name("builtins", "range"), number(5)) + b"}" + text("x") + b"K\1sb",
     "another class for an object": COUNTER + b"N}" + text("__class__") + name("argparse", "Namespace") + b"s\x86b",
 }  # fmt: skip

@@ -318,6 +318,18 @@ def check_generator_state(state: Any) -> None:
             raise ValueError(f"{member} of {state['bit_generator']} is {place}, and its last place is {last}")
 
 
+def check_torch_generator(inst: Any, state: Any) -> None:
+    """Refuses a state that is none for a `torch.Generator`, which takes what it gets for a tuple, and crashes."""
+    if not isinstance(inst, torch.Generator):
+        return
+    if type(state) is tuple and len(state) == 3:
+        seed, offset, values = state
+        whole = type(seed) is int and (offset is None or type(offset) is int)
+        if whole and isinstance(values, torch.Tensor) and values.dtype == torch.uint8:
+            return
+    raise pickle.UnpicklingError("the state of a torch.Generator is none")
+
+
 def check_generator(inst: Any) -> None:
     """Refuses a generator of numpy that was just given a state which `check_generator_state` refuses."""
     np = _numpy()

@@ -34,8 +34,8 @@ _SIZED_BY_A_NUMBER = (bytes, bytearray)
 _FILLED_BY_A_RANGE = (list, tuple, set, frozenset, deque, dict, OrderedDict, Counter)
 # What calls of the table raise for arguments that no pickler wrote. Memory and interrupts are not the file's fault.
 _BROKEN = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
-    *(PickleError, struct.error),
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, SystemError, TypeError, ValueError),
+    *(PickleError, struct.error),  # SystemError: of torch.Generator, for a state that is none
 )
 # Even if the user allows them: their names stand for the operating system.
 _BLOCKED_MODULES = frozenset({"sys", "os", "posix", "nt", "subprocess"})
@@ -210,6 +210,7 @@ class SafeUnpickler:
             # a member of an enum is one object for the whole process: state would change it for everybody
             raise UnpicklingError(f"state is given to {cls.__module__}.{cls.__qualname__}, which is not on the list")
         elif hasattr(inst, "__setstate__"):
+            safe_types.check_torch_generator(inst, state)
             inst.__setstate__(state)
             safe_types.check_generator(inst)
         else:
