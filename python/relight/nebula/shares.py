@@ -74,6 +74,7 @@ class TagShare:
         self._books: Final = books
         self._said_failed: set[str] = set()
         self._said_incomplete = 0  # with how many files that was last said
+        self._said_at_exit = False  # the end of a process is noticed twice, see `lifetime`
         self._exception_at_open: object = None
         self._reports: list[_core.StageReport] = []
         self._handles: list[Handle] = []  # persists under way, and failed ones whose error nobody has been told
@@ -146,6 +147,9 @@ class TagShare:
         if exception is None and last_unhandled_exception() is self._exception_at_open:
             self.seal_implied()
         elif self._open is not None and not self.by_commit:
+            if self._said_at_exit:
+                return None
+            self._said_at_exit = True
             return f"{self.tag} is not published: an exception ended the program before the tag was complete"
         return self.incomplete()
 
