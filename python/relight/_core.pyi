@@ -59,6 +59,9 @@ class Engine:
         """The newest unfinished stage_file to this path (links resolved), if there is one."""
     def drain(self) -> str:
         """Adopts regions of dead processes now; JSON list of {region, pid, tags: [{root, tag, persisted}], dropped: [...]}."""
+    def await_drains(self, place: str, /) -> None:
+        """Waits until other processes of this node have persisted what a dead one staged for this root or path, at most
+        lock_timeout_s; then WaitTimeout names the process."""
     def memory(self) -> str:
         """JSON: {kind, dir, region, capacity_bytes, used_bytes, reserved_bytes, peak_bytes, checkpoints: [...], reason}."""
     def set_memory_keep(self, memory_keep: int, /) -> None: ...
@@ -173,7 +176,7 @@ def save_file(
 ) -> StageReport:
     """Writes one file through bounded buffers: temporary name in the same directory, fsync, rename, fsync of the directory."""
 def regions(memory_dir: str | None = None, /) -> str:
-    """JSON list of this user's regions: {path, pid, alive, capacity_bytes, reserved_bytes, checkpoints: [{root, tag, step, files, bytes, state}], torn}."""
+    """JSON list of this user's regions: {path, pid, alive, adopted, capacity_bytes, reserved_bytes, checkpoints: [{root, tag, step, files, bytes, state}], torn}."""
 def remove_region(path: str, /) -> None:
     """Removes a region whose owner is dead, with what is staged in it."""
 def check_tag(tag: str, /) -> None: ...

@@ -104,6 +104,7 @@ class Checkpointer:
         engine = runtime.engine(options)
         self._root: _core.Root = engine.open_root(local_path(path), create=True, drain=False)
         self._drained = tuple(_drained_tags(json.loads(engine.drain()), self._root.path))
+        engine.await_drains(self._root.path)
 
     @property
     def path(self) -> str:

@@ -291,10 +291,13 @@ def _wait_for_saves_to(path: str) -> None:
         return  # a forked child reads what is on the disk
     from relight import _core
 
-    if not runtime.started() and not any(not region["alive"] for region in json.loads(_core.regions())):
+    if not runtime.started() and not any(
+        region["adopted"] or not region["alive"] for region in json.loads(_core.regions())
+    ):
         return
     engine = runtime.engine()
     engine.drain()
+    engine.await_drains(path)
     ticket = engine.pending_path(path)
     if ticket is not None:
         ticket.wait(None)

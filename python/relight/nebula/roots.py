@@ -26,14 +26,14 @@ class NebulaRoot:
         self.path: Final = path
         """None: nothing is persisted."""
         self._engine = _engine()
-        self._core = self._engine.open_root(key, create=create)
+        self._core = _opened(self._engine, key, create=create)
 
     @property
     def core(self) -> _core.Root:
         """The engine's side of it. Opened again if the engine was closed and started anew."""
         engine = _engine()
         if engine is not self._engine:
-            self._engine, self._core = engine, engine.open_root(self.key)
+            self._engine, self._core = engine, _opened(engine, self.key, create=True)
         return self._core
 
     def directory_of(self, tag: str) -> str:
@@ -116,3 +116,9 @@ def forget() -> None:
     _lock = threading.RLock()
     _roots.clear()
     _memory_root = None
+
+
+def _opened(engine: _core.Engine, key: str, *, create: bool) -> _core.Root:
+    root = engine.open_root(key, create=create)
+    engine.await_drains(key)
+    return root

@@ -111,7 +111,7 @@ impl Core {
         reports
     }
 
-    fn is_ours(&self, path: &Path) -> bool {
+    pub(crate) fn is_ours(&self, path: &Path) -> bool {
         let state = lock(&self.state);
         let own = state.tier.shared.as_ref().and_then(Region::path);
         own == Some(path) || state.tier.adopted.iter().any(|adopted| adopted.path == path)

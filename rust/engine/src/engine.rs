@@ -220,6 +220,20 @@ impl Engine {
         self.core().drain()
     }
 
+    /// Waits until other successors on this node have persisted what a dead process staged for `place` (a root or the
+    /// path of a single file): then a reader here sees it.
+    ///
+    /// # Errors
+    /// TimedOut after the limit for locks, naming the process that has it.
+    pub fn await_drains(&self, place: &Path, interrupt: Interrupt<'_>) -> Result<()> {
+        let disk = self.core().disk.as_ref();
+        match disk.canonical(place).map_or_else(|_| target_of(disk, place), Ok) {
+            Ok(place) => self.core().await_drains(&place, interrupt),
+            // Nothing can be staged for a place that cannot be.
+            Err(_) => Ok(()),
+        }
+    }
+
     /// What the memory tier holds.
     pub fn memory(&self) -> MemoryReport {
         MemoryReport::of(&lock(&self.core().state))

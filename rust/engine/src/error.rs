@@ -108,9 +108,7 @@ impl Error {
             }
             _ => (ErrorKind::StorageUnavailable, "check the storage, then try again"),
         };
-        Self::new(kind, format!("cannot {what}: {cause} ({}); {way_out}", path.display()))
-            .at(path)
-            .because(cause)
+        Self::new(kind, format!("cannot {what}: {cause} ({}); {way_out}", path.display())).at(path).because(cause)
     }
 
     /// The process may not have `bytes` more of memory.

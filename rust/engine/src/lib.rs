@@ -30,6 +30,7 @@ pub mod share;
 mod stage;
 mod staged;
 mod stream;
+mod successors;
 mod tag_lock;
 pub mod tags;
 pub mod ticket;

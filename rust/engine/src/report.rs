@@ -99,6 +99,8 @@ pub struct RegionReport {
     pub pid: Option<u32>,
     /// Whether that process lives.
     pub alive: bool,
+    /// Whether that is a successor, at work on what a dead process left.
+    pub adopted: bool,
     /// The most that images can take.
     pub capacity_bytes: u64,
     /// Memory behind it.
@@ -176,6 +178,7 @@ fn report(view: &RegionView) -> RegionReport {
         path: view.path.display().to_string(),
         pid: view.pid,
         alive: view.alive,
+        adopted: view.adopted,
         capacity_bytes: view.capacity_bytes,
         reserved_bytes: view.reserved_bytes,
         checkpoints: found.into_values().collect(),

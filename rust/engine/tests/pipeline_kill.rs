@@ -122,6 +122,65 @@ fn test_bl_060_after_sigkill_the_next_process_has_what_was_sealed_and_persists_i
     assert_eq!(std::fs::read_dir(regions.path()).unwrap().count(), 0);
 }
 
+/// Guards: a trainer starts again while another job of the node is draining its region, and resumes from an older
+/// checkpoint, or from none.
+#[test]
+fn what_another_successor_is_draining_is_waited_for() {
+    let (dir, regions) = temp_dirs();
+    let (child, mut lines) = spawn("child_that_stages_and_waits", dir.path(), regions.path());
+    next_word(&mut lines, "staged").unwrap();
+    kill(child);
+    let slow = SlowDisk::new(Arc::new(PosixDisk));
+    slow.gate().close(Op::Write, "");
+    let bystander = engine_in(regions.path(), Arc::new(slow.clone()));
+    drain_until_found(&bystander);
+    slow.gate().wait_until_stuck(1);
+
+    let ckpt = dir.path().join("ckpt");
+    let next = engine_in(regions.path(), Arc::new(PosixDisk));
+    let root = next.open_root(&ckpt, false, true).unwrap();
+    assert_eq!(root.latest().unwrap(), None, "it is in other hands");
+    next.await_drains(dir.path(), &never).unwrap(); // nothing is staged for this place
+    let stop = || Err(relight_engine::Error::new(relight_engine::ErrorKind::Interrupted, "Ctrl-C"));
+    let stopped = next.await_drains(&ckpt, &stop).unwrap_err();
+    assert_eq!(stopped.kind, relight_engine::ErrorKind::Interrupted);
+    let waiting = std::thread::scope(|scope| {
+        let wait = scope.spawn(|| next.await_drains(&ckpt, &never));
+        slow.gate().open();
+        wait.join().unwrap()
+    });
+    waiting.unwrap();
+    assert_eq!(root.latest().unwrap().as_deref(), Some("global_step1"));
+    save(&root, "global_step2", &model(2, 10_000));
+    assert!(next.close(LONG, &never).unwrap());
+    let order: Vec<_> = root.list().unwrap().iter().map(|one| (one.tag.clone(), one.sequence)).collect();
+    assert!(order[0].0 == "global_step1" && order[1].0 == "global_step2" && order[0].1 < order[1].1, "{order:?}");
+    assert!(bystander.close(LONG, &never).unwrap());
+}
+
+#[test]
+fn a_successor_that_never_finishes_is_named_after_the_limit() {
+    let (dir, regions) = temp_dirs();
+    let (child, mut lines) = spawn("child_that_stages_and_waits", dir.path(), regions.path());
+    next_word(&mut lines, "staged").unwrap();
+    kill(child);
+    let slow = SlowDisk::new(Arc::new(PosixDisk));
+    slow.gate().close(Op::Write, "");
+    let bystander = engine_in(regions.path(), Arc::new(slow.clone()));
+    drain_until_found(&bystander);
+    let options = EngineOptions {
+        memory_dir: Some(regions.path().to_path_buf()),
+        lock_timeout: std::time::Duration::ZERO,
+        ..EngineOptions::default()
+    };
+    let next = Engine::new(options, Arc::new(PosixDisk), Arc::new(SystemClock::new())).unwrap();
+    let late = next.await_drains(&dir.path().join("ckpt"), &never).unwrap_err();
+    assert_eq!(late.kind, relight_engine::ErrorKind::TimedOut);
+    assert!(late.message.contains("global_step1") && late.message.contains(&std::process::id().to_string()), "{late}");
+    slow.gate().open();
+    assert!(bystander.close(LONG, &never).unwrap());
+}
+
 /// Not a test by itself: saves one step after the other until it is killed.
 #[test]
 fn child_that_saves_in_a_loop() {

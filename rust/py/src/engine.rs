@@ -102,6 +102,12 @@ impl Engine {
         enter(py, &self.inner, |engine, _| json(&engine.drain()))
     }
 
+    /// Waits until other processes have persisted what a dead one staged for this root or path.
+    #[pyo3(signature = (place, /))]
+    fn await_drains(&self, py: Python<'_>, place: PathBuf) -> PyResult<()> {
+        enter(py, &self.inner, |engine, interrupt| engine.await_drains(&place, interrupt))
+    }
+
     /// What the memory tier holds, as JSON.
     fn memory(&self, py: Python<'_>) -> PyResult<String> {
         enter(py, &self.inner, |engine, _| json(&engine.memory()))

@@ -10,7 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::layout::{DATA_OFFSET, RECORD_BYTES, Record, SLOTS};
-use super::open::{check_file, check_header, failed, is_alive, read_owner, refused};
+use super::open::{check_file, check_header, failed, is_alive, maker_pid, read_owner, refused};
 use super::protocol::{self, Phase, ReadWord, State};
 use super::{ArenaError, record_offset, word_offset};
 use crate::{file, lock};
@@ -24,6 +24,8 @@ pub struct RegionView {
     pub pid: Option<u32>,
     /// Whether somebody owns it.
     pub alive: bool,
+    /// Whether that is not who made it, but a successor that has adopted it.
+    pub adopted: bool,
     /// The most that images can take.
     pub capacity_bytes: u64,
     /// Memory behind it.
@@ -68,10 +70,12 @@ fn view(file: &File, path: &Path, held_here: bool) -> Result<RegionView, ArenaEr
     let header = check_header(file, path)?;
     let owner = read_owner(file, path)?;
     let locked = held_here || lock::is_held_elsewhere(file).map_err(failed("ask for the lock of", path))?;
+    let alive = locked || owner.is_some_and(is_alive);
     let mut view = RegionView {
         path: path.to_owned(),
         pid: owner.map(|owner| owner.pid),
-        alive: locked || owner.is_some_and(is_alive),
+        alive,
+        adopted: alive && owner.is_some_and(|owner| maker_pid(path) != Some(owner.pid)),
         capacity_bytes: header.capacity,
         reserved_bytes: metadata.blocks() * 512,
         images: Vec::new(),

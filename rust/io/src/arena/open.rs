@@ -198,6 +198,11 @@ pub(super) fn list(dir: &Path) -> Result<Vec<PathBuf>, ArenaError> {
     names(dir, SUFFIX)
 }
 
+/// Who made the region: its name says so for ever, while the owner in its header changes with each adoption.
+pub(super) fn maker_pid(path: &Path) -> Option<u32> {
+    path.file_name()?.to_str()?.split('-').nth(2)?.parse().ok()
+}
+
 /// Files of this user in `dir` that are named as regions are.
 fn names(dir: &Path, suffix: &str) -> Result<Vec<PathBuf>, ArenaError> {
     let entries = match fs::read_dir(dir) {
