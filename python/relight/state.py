@@ -106,6 +106,7 @@ class TrainState:
         self._resumed: str | None = None
         self._unclaimed: dict[str, Callable[[], object]] = {}
         self._expired: set[str] = set()
+        self._saved_optimizers: Mapping[str, Sequence[str]] = {}
         self._warned_detached = False
         for name, component in components.items():
             self._add(name, component)
@@ -162,7 +163,8 @@ class TrainState:
         _check_name(name)
         state_dict.check_component(name, value)
         saved = later()
-        state_dict.check(name, value, saved, f"{_file_of(name)} of {self._resumed}")
+        where = f"{_file_of(name)} of {self._resumed}"
+        state_dict.check(name, value, saved, where, classes=self._saved_optimizers.get(name, ()))
         state_dict.restore(value, saved)
         self._add(name, component)
         del self._unclaimed[name]
@@ -195,8 +197,14 @@ class TrainState:
         # What nobody has claimed by the first save is let go: it holds a file open, or a piece of the memory tier.
         self._expired.update(self._unclaimed)
         self._unclaimed.clear()
+        optimizers = {name: state_dict.optimizer_classes(component) for name, component in self._components.items()}
         return Capture(
-            parts, tuple(self._components), states, self.step, tuple(_about_detached(name) for name in detached)
+            parts,
+            tuple(self._components),
+            states,
+            self.step,
+            tuple(_about_detached(name) for name in detached),
+            {name: classes for name, classes in optimizers.items() if classes},
         )
 
     # ---- restoring ----
@@ -225,7 +233,8 @@ class TrainState:
             if name in facts.components:
                 file = _file_of(name)
                 saved[name] = source.load(file)
-                state_dict.check(name, component, saved[name], f"{file} of {source.tag}")
+                classes = facts.optimizers.get(name, ())
+                state_dict.check(name, component, saved[name], f"{file} of {source.tag}", classes=classes)
         remarks = [
             f"component {name!r} is not in it and keeps its state" for name in missing if name not in facts.left_out
         ]
@@ -246,7 +255,7 @@ class TrainState:
                 remarks += rng.check_global(facts.rng, f"{STATE_FILE} of {source.tag}")
                 states = facts.rng
         later = {name: source.later(_file_of(name)) for name in unexpected}
-        return Restore(self, source.tag, saved, states, facts.step, later, remarks)
+        return Restore(self, source.tag, saved, states, facts.step, later, remarks, facts.optimizers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +267,8 @@ class Capture:
     rng: Mapping[str, object] | None
     step: int | None
     remarks: Sequence[str]
+    optimizers: Mapping[str, Sequence[str]]
+    """The class of each optimizer and its bases, by full name."""
 
     def facts(self, *, step: int | None, rank: int, world_size: int, left_out: Collection[str]) -> Part:
         """The small file beside the components."""
@@ -269,6 +280,7 @@ class Capture:
                 "step": self.step if step is None else step,
                 "components": [name for name in self.names if name not in gone],
                 "left_out": sorted(gone),
+                "optimizers": {name: list(kinds) for name, kinds in self.optimizers.items() if name not in gone},
                 "rank": rank,
                 "world_size": world_size,
                 "rng": None if self.rng is None else dict(self.rng),
@@ -288,6 +300,7 @@ class Restore:
         step: int | None,
         later: dict[str, Callable[[], object]],
         remarks: list[str],
+        optimizers: Mapping[str, Sequence[str]],
     ) -> None:
         self._state = state
         self._tag = tag
@@ -297,6 +310,7 @@ class Restore:
         self._later = later
         self.remarks = remarks
         """What the resume could not do, one clause each."""
+        self._optimizers = optimizers
 
     def apply(self) -> None:
         """Changes the caller's objects: components in the order of their registration, the random state last.
@@ -324,6 +338,7 @@ class Restore:
         state._resumed = self._tag
         state._unclaimed = self._later
         state._expired = set()
+        state._saved_optimizers = self._optimizers
         state._warned_detached = False
         self.remarks += [_about_detached(name) for name in state_dict.detached_optimizers(state.components)]
 
@@ -338,12 +353,13 @@ class _Facts:
     rank: int | None
     world_size: int | None
     rng: dict[str, Any] | None
+    optimizers: Mapping[str, Sequence[str]]
 
     @classmethod
     def of(cls, source: Source) -> _Facts:
         if STATE_FILE not in source.files:  # saved with files={"model.pt": ...}
             names = [file.removesuffix(".pt") for file in source.files if file.endswith(".pt")]
-            return cls(None, names, (), None, None, None)
+            return cls(None, names, (), None, None, None, {})
         found = source.load(STATE_FILE)
         version = found.get("version") if isinstance(found, dict) else None
         if isinstance(version, int) and version > STATE_VERSION:
@@ -355,7 +371,10 @@ class _Facts:
         try:
             assert isinstance(found, dict)
             components = [str(name) for name in found["components"]]
-            facts = cls(found["step"], components, found["left_out"], found["rank"], found["world_size"], found["rng"])
+            kinds = found.get("optimizers", {})  # early files have none
+            optimizers = {str(name): [str(one) for one in kinds[name]] for name in kinds}
+            rank, world_size = found["rank"], found["world_size"]
+            facts = cls(found["step"], components, found["left_out"], rank, world_size, found["rng"], optimizers)
             lost = [name for name in components if _file_of(name) not in source.files]
         except (AssertionError, KeyError, TypeError) as cause:
             raise CorruptCheckpoint(

@@ -277,6 +277,140 @@ def test_an_optimizer_of_other_parameters_is_refused_before_anything_changes() -
         other.state().read(saved, rank=0, world_size=1)
 
 
+_Optimizers = {
+    "AdamW": torch.optim.AdamW,
+    "Adam": torch.optim.Adam,
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "RMSprop": torch.optim.RMSprop,
+    "Adagrad": torch.optim.Adagrad,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+}
+
+
+def _with_optimizer(kind: str) -> Training:
+    run = Training()
+    run.optimizer = _Optimizers[kind](run.model.parameters())
+    run.scheduler = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, 0.1, 20, cycle_momentum=False)
+    run.step()
+    return run
+
+
+def _forget_classes(saved: Saved) -> None:
+    """As a file written before the classes were recorded."""
+    facts = saved.load("train_state.pt")
+    del facts["optimizers"]
+    saved.put("train_state.pt", facts)
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "early file"])
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [("AdamW", "SGD"), ("SGD", "AdamW"), ("AdamW", "RMSprop"), ("Adagrad", "SGD"), ("NAdam", "Adagrad")],
+)
+def test_an_optimizer_of_another_class_is_refused_before_anything_changes(
+    there: str, here: str, recorded: bool
+) -> None:
+    """Guards: a resume that passes, and a training that dies in the step() after it with KeyError: 'momentum'."""
+    saved = Saved(_with_optimizer(there).state())
+    if not recorded:
+        _forget_classes(saved)
+    other = _with_optimizer(here)
+    before = copy.deepcopy(other.model.state_dict())
+    said = f"the state of an? {there} .*" if recorded else "its groups have .* and lack .*"
+    with pytest.raises(InvalidArgument, match=rf"optimizer\.pt of global_step7 .*{said}and here is an? {here} "):
+        other.state().read(saved, rank=0, world_size=1)
+    assert all(torch.equal(other.model.state_dict()[key], before[key]) for key in before)
+    other.step()
+
+
+@pytest.mark.parametrize(("there", "here"), [("Adam", "Adamax"), ("Adamax", "Adam"), ("Adam", "NAdam")])
+def test_optimizers_whose_groups_are_alike_are_told_apart_by_their_class(there: str, here: str) -> None:
+    saved = Saved(_with_optimizer(there).state())
+    with pytest.raises(InvalidArgument, match=f"the state of an? {there} .*and here is an? {here} "):
+        _with_optimizer(here).state().read(saved, rank=0, world_size=1)
+
+
+def test_an_optimizer_of_another_class_is_refused_when_it_is_registered_late_too() -> None:
+    saved = Saved(_with_optimizer("Adam").state())
+    late = _with_optimizer("Adamax")
+    state = TrainState(model=late.model, scheduler=late.scheduler)
+    give_back(state, saved)
+    with pytest.raises(InvalidArgument, match=r"the state of an Adam .*and here is an Adamax "):
+        state.register("optimizer", late.optimizer)
+
+
+class _Logged(torch.optim.AdamW):
+    """An optimizer of one's own."""
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "early file"])
+@pytest.mark.parametrize(
+    ("there", "here"), [(torch.optim.AdamW, _Logged), (_Logged, torch.optim.AdamW), (torch.optim.AdamW,) * 2]
+)
+def test_an_optimizer_and_its_subclass_take_each_others_state(there: Any, here: Any, recorded: bool) -> None:
+    one, other = Training(), Training()
+    one.optimizer, other.optimizer = there(one.model.parameters()), here(other.model.parameters())
+    for run in (one, other):
+        run.scheduler = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, 0.1, 20)
+    one.optimizer.param_groups[0]["name"] = "all of it"  # a key of the user's is no sign of another class
+    one.step()
+    saved = Saved(TrainState(model=one.model, optimizer=one.optimizer))
+    if not recorded:
+        _forget_classes(saved)
+    assert give_back(TrainState(model=other.model, optimizer=other.optimizer), saved) == []
+    other.step()
+
+
+@pytest.mark.parametrize("there_is_newer", [True, False])
+def test_an_optimizer_of_another_version_of_torch_takes_its_state(there_is_newer: bool) -> None:
+    """Guards: keys that came with a version of torch being taken for another class."""
+    run = Training()
+    run.step()
+    saved = Saved(run.state())
+    _forget_classes(saved)
+    states = saved.load("optimizer.pt")
+    for group in states["param_groups"]:
+        if there_is_newer:
+            group["invented_later"] = True
+        else:
+            group.pop("decoupled_weight_decay", None)
+            del group["amsgrad"], group["fused"]
+    saved.put("optimizer.pt", states)
+    other = Training()
+    assert give_back(other.state(), saved) == []
+
+
+def test_a_class_of_the_script_itself_is_the_same_where_the_script_is_imported() -> None:
+    run = Training()
+    run.optimizer = _Logged(run.model.parameters())
+    saved = Saved(run.state())
+    facts = saved.load("train_state.pt")
+    facts["optimizers"]["optimizer"] = ["__main__._Logged", "torch.optim.elsewhere.AdamW"]
+    saved.put("train_state.pt", facts)
+    assert give_back(run.state(), saved) == []
+
+
+def test_a_wrapper_that_gives_the_state_of_another_optimizer_is_no_class_of_its_own() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+            self.param_groups = inner.param_groups
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.inner.state_dict()
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.inner.load_state_dict(state_dict)
+
+    run = Training()
+    saved = Saved(TrainState(model=run.model, optimizer=Wrapper(run.optimizer)))
+    assert saved.load("train_state.pt")["optimizers"] == {}
+    assert give_back(TrainState(model=run.model, optimizer=run.optimizer), saved) == []
+    saved = Saved(TrainState(model=run.model, optimizer=run.optimizer))
+    assert give_back(TrainState(model=run.model, optimizer=Wrapper(run.optimizer)), saved) == []
+
+
 def test_a_model_on_meta_is_refused_with_the_way_out() -> None:
     saved = Saved(TrainState(model=torch.nn.Linear(2, 2)))
     with torch.device("meta"):
@@ -384,7 +518,7 @@ def test_a_component_that_refuses_its_state_says_what_was_changed_before() -> No
     ]
 
 
-@pytest.mark.parametrize("damage", ["version", "list", "lost", "key"])
+@pytest.mark.parametrize("damage", ["version", "list", "lost", "key", "kinds"])
 def test_a_small_file_that_is_not_ours_is_corrupt_or_too_new(damage: str) -> None:
     model = torch.nn.Linear(1, 1)
     saved = Saved(TrainState(model=model, other=torch.nn.Linear(1, 1)))
@@ -397,6 +531,8 @@ def test_a_small_file_that_is_not_ours_is_corrupt_or_too_new(damage: str) -> Non
         saved.put("train_state.pt", [1])
     elif damage == "lost":
         saved.drop("other.pt")
+    elif damage == "kinds":
+        saved.put("train_state.pt", facts | {"optimizers": 5})
     else:
         del facts["components"]
         saved.put("train_state.pt", facts)

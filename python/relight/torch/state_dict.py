@@ -7,16 +7,24 @@ Invariant: `check` passes only what `restore` takes, as far as torch lets that b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from relight.exceptions import CorruptCheckpoint, InvalidArgument
 from relight.torch import private, rng
 
-__all__ = ["capture", "check", "check_component", "detached_optimizers", "restore"]
+__all__ = ["capture", "check", "check_component", "detached_optimizers", "optimizer_classes", "restore"]
 
 _SHOWN = 5  # names in a message; the rest is counted
+# Keys of groups that say nothing about the class: what schedulers leave there, and what versions of torch add.
+_OF_SCHEDULERS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "base_momentum", "max_momentum", "min_momentum"}
+)
+_OF_VERSIONS = frozenset(
+    {"params", "param_names", "foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
+)
 
 
 def check_component(name: str, component: object) -> None:
@@ -43,11 +51,23 @@ def capture(component: Any) -> object:
     return rng.capture_generator(component) if rng.is_generator(component) else component.state_dict()
 
 
-def check(name: str, component: Any, saved: object, where: str) -> None:
+def optimizer_classes(component: object) -> list[str]:
+    """The class of an optimizer and those that it was made from, by full name; empty where its state is its own affair.
+
+    That is so for what is no optimizer, and for one that wraps another and gives the state of that.
+    """
+    if not isinstance(component, torch.optim.Optimizer) or not _keeps_torch_state(type(component)):
+        return []
+    bases = [one for one in type(component).__mro__[1:] if issubclass(one, torch.optim.Optimizer)]
+    return [_full_name(one) for one in (type(component), *bases) if one is not torch.optim.Optimizer]
+
+
+def check(name: str, component: Any, saved: object, where: str, *, classes: Sequence[str] = ()) -> None:
     """Whether `saved` fits the live component; changes nothing.
 
     Args:
         where: the file and its tag, for messages.
+        classes: what `optimizer_classes` was when it was saved, where that is known.
 
     Raises:
         InvalidArgument: the object of the caller differs from what was saved.
@@ -58,7 +78,7 @@ def check(name: str, component: Any, saved: object, where: str) -> None:
     elif isinstance(component, torch.nn.Module):
         _check_module(name, component, saved, where)
     elif isinstance(component, torch.optim.Optimizer):
-        _check_optimizer(name, component, saved, where)
+        _check_optimizer(name, component, saved, where, classes)
 
 
 def restore(component: Any, saved: Any) -> None:
@@ -120,13 +140,16 @@ def _check_module(name: str, module: torch.nn.Module, saved: object, where: str)
         )
 
 
-def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: object, where: str) -> None:
+def _check_optimizer(
+    name: str, optimizer: torch.optim.Optimizer, saved: object, where: str, classes: Sequence[str]
+) -> None:
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         raise CorruptCheckpoint(f"{where} holds no state of an optimizer; use another checkpoint")
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     if private.optimizer_load_hooks_of(optimizer):
         return
+    _check_class(name, optimizer, saved["param_groups"], where, classes)
     here = [len(group["params"]) for group in optimizer.param_groups]
     there = [len(group["params"]) for group in saved["param_groups"]]
     if here != there:
@@ -134,6 +157,64 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: object,
             f"{where} does not fit {name!r}: it was saved with {there} parameters per group, and there are {here} "
             "here. Nothing was changed. Make the optimizer as it was saved"
         )
+
+
+def _check_class(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, object]],
+    where: str,
+    classes: Sequence[str],
+) -> None:
+    """torch takes the state of any optimizer, and the step() of another one then fails, or goes on without moments."""
+    here = optimizer_classes(optimizer)
+    if classes and here:
+        if any(_same(classes[0], one) for one in here) or any(_same(here[0], one) for one in classes):
+            return
+        known = _find(classes[0])  # the bases of a class change with versions of torch
+        if known is not None and (issubclass(known, type(optimizer)) or issubclass(type(optimizer), known)):
+            return
+        fact = f"it has the state of {_article(classes[0])}"
+    else:
+        there = {key for group in groups for key in group}
+        missing = sorted(optimizer.defaults.keys() - there - _OF_VERSIONS)
+        own = optimizer.defaults.keys() | {key for group in optimizer.param_groups for key in group}
+        foreign = sorted(str(key) for key in there - own - _OF_SCHEDULERS - _OF_VERSIONS)
+        if not missing or not foreign:  # one of them alone: another version of torch, or a key of the user's
+            return
+        fact = f"its groups have {_listed(foreign)} and lack {_listed(missing)}, so it is of another class of optimizer"
+    raise InvalidArgument(
+        f"{where} does not fit {name!r}: {fact}, and here is {_article(_full_name(type(optimizer)))}. Nothing was "
+        "changed. Make the optimizer as it was saved, or register this one under another name to start it from nothing"
+    )
+
+
+def _keeps_torch_state(kind: type[torch.optim.Optimizer]) -> bool:
+    base = torch.optim.Optimizer
+    return kind.load_state_dict is base.load_state_dict and kind.state_dict is base.state_dict
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _same(one: str, other: str) -> bool:
+    """A class of the script itself has another module where the script is imported."""
+    if one.startswith("__main__.") or other.startswith("__main__."):
+        return one.split(".")[-1] == other.split(".")[-1]
+    return one == other
+
+
+def _find(name: str) -> type | None:
+    """The class of this full name, if its module is loaded; imports nothing."""
+    module, _, kind = name.rpartition(".")
+    found = getattr(sys.modules.get(module), kind, None)
+    return found if isinstance(found, type) else None
+
+
+def _article(name: str) -> str:
+    kind = name.split(".")[-1]
+    return f"{'an' if kind[:1] in 'AEIO' else 'a'} {kind} ({name})"
 
 
 def _tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
