@@ -77,7 +77,8 @@ impl RootStore {
     /// All checkpoints, oldest first: foreign ones by name, then relight's by the latest rule.
     ///
     /// # Errors
-    /// What the disk says of the root itself. A root that is gone has no checkpoints.
+    /// What the disk says of the root itself; InvalidArgument if it is no directory any more. A root that is gone has no
+    /// checkpoints.
     pub fn list(&self) -> Result<Vec<Checkpoint>> {
         let (mut checkpoints, _) = self.look_at_all()?;
         checkpoints.sort_by(|a, b| (a.key(), &a.tag).cmp(&(b.key(), &b.tag)));
@@ -223,10 +224,11 @@ impl RootStore {
     }
 
     fn not_found(&self, tag: &str) -> Error {
-        let have = self.list().map(|all| all.into_iter().map(|found| found.tag).collect::<Vec<_>>());
-        let have = match have.unwrap_or_default() {
-            tags if tags.is_empty() => "it has none".to_owned(),
-            tags => format!("it has {}", tags.join(", ")),
+        let have = match self.list() {
+            Ok(all) if all.is_empty() => "it has none".to_owned(),
+            Ok(all) => format!("it has {}", all.into_iter().map(|found| found.tag).collect::<Vec<_>>().join(", ")),
+            // The root is out of order: what it has is not known.
+            Err(error) => return error.of_tag(tag),
         };
         let message = format!("{} has no checkpoint {tag}; {have}", self.path().display());
         Error::new(ErrorKind::NotFound, message).at(self.path().join(tag)).of_tag(tag)
@@ -353,9 +355,13 @@ impl RootStore {
 
     fn root_entries(&self) -> Result<Vec<crate::disk::DirEntry>> {
         match look_again(|| self.disk().list_dir(self.path())) {
-            Ok(entries) => Ok(entries),
-            Err(cause) if is_absent(&cause) => Ok(Vec::new()),
-            // not "no checkpoints": a job that starts from nothing because of a moment's failure loses all it had
+            Ok(entries) => {
+                self.learn_names(&entries);
+                Ok(entries)
+            }
+            Err(cause) if cause.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            // A file in place of the root, or of a directory above it, too. Not "no checkpoints": a job that starts from
+            // nothing because of a moment's failure loses all it had.
             Err(cause) => Err(Error::io("list the root", self.path(), cause)),
         }
     }

@@ -86,6 +86,8 @@ pub(crate) struct RootState {
     pub(crate) sealing: Mutex<()>,
     numbers: Mutex<Numbers>,
     pub(crate) pins: Mutex<BTreeMap<String, usize>>,
+    /// The tags of shares that are neither sealed nor given up, and how many shares each has.
+    begun: Mutex<BTreeMap<String, usize>>,
 }
 
 #[derive(Debug, Default)]
@@ -102,6 +104,7 @@ impl RootState {
             sealing: Mutex::new(()),
             numbers: Mutex::new(Numbers::default()),
             pins: Mutex::new(BTreeMap::new()),
+            begun: Mutex::new(BTreeMap::new()),
         }
     }
 
@@ -132,8 +135,37 @@ impl RootState {
         lock(&self.numbers).run = None;
     }
 
+    /// A share of `tag` begins, unless one is under way whose tag differs in case only.
+    pub(crate) fn begin_tag(self: &Arc<Self>, tag: &str) -> Result<Begun> {
+        let store = self.store.tag(tag)?;
+        let mut begun = lock(&self.begun);
+        store.refuse_twin_among(begun.keys().map(String::as_str))?;
+        *begun.entry(tag.to_owned()).or_insert(0) += 1;
+        drop(begun);
+        Ok(Begun { root: Arc::clone(self), tag: tag.to_owned() })
+    }
+
     pub(crate) fn pinned(&self) -> Vec<String> {
         lock(&self.pins).keys().cloned().collect()
+    }
+}
+
+/// A share is under way; its tag is taken until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Begun {
+    root: Arc<RootState>,
+    tag: String,
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        let mut begun = lock(&self.root.begun);
+        if let Some(count) = begun.get_mut(&self.tag) {
+            *count -= 1;
+            if *count == 0 {
+                begun.remove(&self.tag);
+            }
+        }
     }
 }
 

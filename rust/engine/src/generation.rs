@@ -119,9 +119,13 @@ impl TagStore {
         publish::sync_dir(disk, &self.paths.tag)
     }
 
-    /// Refuses a tag that is not there yet and differs from one that is in case only. What cannot be listed is left to
-    /// the moment at which the directory is made.
-    pub(crate) fn refuse_case_twin_of_new(&self) -> Result<()> {
+    /// Refuses a tag that is not there yet and differs from one that is in case only, as far as this process knows: a
+    /// save does not wait for the disk. What others make meanwhile is left to the moment at which the directory is made.
+    pub(crate) fn refuse_known_case_twin(&self) -> Result<()> {
+        if !self.root.knows_case_twin(&self.tag) {
+            return Ok(());
+        }
+        // Somebody may have deleted it since: a refusal, and only that, is worth a look at the disk.
         match self.root.disk().metadata(&self.paths.tag) {
             Ok(_) => Ok(()),
             Err(_) => match self.refuse_case_twin() {
@@ -134,6 +138,7 @@ impl TagStore {
     fn refuse_case_twin(&self) -> Result<()> {
         let root = self.root.path();
         let entries = self.root.disk().list_dir(root).map_err(|cause| Error::io("list the root", root, cause))?;
+        self.root.learn_names(&entries);
         self.refuse_twin_among(entries.iter().map(|entry| entry.name.as_str()))
     }
 

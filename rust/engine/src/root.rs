@@ -1,22 +1,22 @@
 //! A root: the directory that holds tags.
 //!
-//! Owns: opening it, and what its parts share (disk, clock, limits, the cache of manifests).
+//! Owns: opening it, and what its parts share (disk, clock, limits, the cache of manifests, the names last seen in it).
 //! Must not: read or write a tag itself (`catalog`, `generation`, `commit` and `retention` do).
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use relight_format::manifest::Manifest;
 use relight_format::names;
 
 use crate::clock::Clock;
-use crate::disk::{Disk, EntryKind};
+use crate::disk::{DirEntry, Disk, EntryKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::generation::TagStore;
 use crate::history::History;
@@ -58,6 +58,8 @@ pub(crate) struct Inner {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) lock_wait: Duration,
     pub(crate) cache: Mutex<HashMap<PathBuf, Cached>>,
+    /// What the last listing found, each name after what it is where case is ignored.
+    names: Mutex<BTreeSet<(String, String)>>,
     /// Renaming was seen to work here.
     renames: AtomicBool,
 }
@@ -89,6 +91,7 @@ impl RootStore {
             clock,
             lock_wait: options.lock_wait,
             cache: Mutex::new(HashMap::new()),
+            names: Mutex::new(BTreeSet::new()),
             renames: AtomicBool::new(false),
         };
         Ok(Self { inner: Arc::new(inner) })
@@ -115,6 +118,22 @@ impl RootStore {
 
     pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
         &self.inner.disk
+    }
+
+    /// Remembers the names that a listing of the root found.
+    pub(crate) fn learn_names(&self, entries: &[DirEntry]) {
+        let names = entries.iter().map(|entry| (names::fold_case(&entry.name), entry.name.clone())).collect();
+        // a panic elsewhere leaves the set whole: each change is one assignment
+        *self.inner.names.lock().unwrap_or_else(PoisonError::into_inner) = names;
+    }
+
+    /// Whether the last listing found names that differ from this one in case only, but not this one.
+    pub(crate) fn knows_case_twin(&self, name: &str) -> bool {
+        let folded = names::fold_case(name);
+        let names = self.inner.names.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut alike = names.range((folded.clone(), String::new())..).take_while(|(other, _)| *other == folded);
+        let found = alike.next().is_some();
+        found && !names.contains(&(folded, name.to_owned()))
     }
 
     /// Makes the root and its own directory, which holds the locks, if they are gone.

@@ -12,7 +12,7 @@ use relight_format::names;
 use relight_format::record::{SlotRecord, TagRecord, Target};
 use serde_json::Value;
 
-use crate::core::{Core, RootState, Spilled};
+use crate::core::{Begun, Core, RootState, Spilled};
 use crate::engine::{Engine, blank_record, record_bytes};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Level;
@@ -112,6 +112,8 @@ struct Inner {
     stage: Stage,
     files: Vec<ShareFile>,
     generation: Held,
+    /// None once the share has ended.
+    begun: Option<Begun>,
 }
 
 /// What one rank saves under one tag: a new generation, additive per file.
@@ -140,8 +142,10 @@ impl Share {
                 root.saw(run, sequence);
             }
         }
+        root.store.tag(tag)?.refuse_known_case_twin()?;
+        let begun = Some(root.begin_tag(tag)?);
         let number = core.new_share();
-        let inner = Inner { stage: Stage::Open, files: Vec::new(), generation: Held::None };
+        let inner = Inner { stage: Stage::Open, files: Vec::new(), generation: Held::None, begun };
         Ok(Self { core, _engine: engine, root, tag: tag.to_owned(), options, number, inner: Mutex::new(inner) })
     }
 
@@ -265,7 +269,9 @@ impl Share {
             }
         }
         let generation = std::mem::replace(&mut inner.generation, Held::None);
+        let begun = inner.begun.take();
         drop(inner);
+        drop(begun);
         // Its files are removed; one that is out goes when its writer puts it back.
         drop(generation);
         self.core.changed.notify_all();
@@ -350,6 +356,7 @@ impl Share {
             }
         }
         let generation = std::mem::replace(&mut inner.generation, Held::None);
+        let begun = inner.begun.take();
         drop(inner);
         let spilled = match generation {
             Held::Here(generation) if !durable.is_empty() => Some(Spilled { generation: *generation, files: durable }),
@@ -363,7 +370,10 @@ impl Share {
             adopted: None,
             partial,
         });
-        (self.core.submit(staged, Some(Arc::clone(&self.root)), spilled), partial)
+        let ticket = self.core.submit(staged, Some(Arc::clone(&self.root)), spilled);
+        // Not before: from here on the memory tier has the tag.
+        drop(begun);
+        (ticket, partial)
     }
 
     /// Makes room: persists the oldest of our own files, which nothing else would ever move out of the way.

@@ -213,7 +213,6 @@ impl Root {
             let staged = state.staged.visible(self.path()).filter_map(|entry| entry.staged.tag());
             store.refuse_twin_among(staged.map(|record| record.tag.as_str()))?;
         }
-        store.refuse_case_twin_of_new()?;
         Share::begin(self.engine.clone(), Arc::clone(&self.state), tag, options)
     }
 
