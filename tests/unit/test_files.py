@@ -404,8 +404,9 @@ def test_bl_070_another_thread_that_writes_during_the_copy_is_noticed_or_came_af
                 assert not path.exists()
                 continue
             values = relight.load(path)["w"]
-            # The writer may have stood still in the middle of a sweep: then that is the state at the moment of the call,
-            # with one border for each thread of the sweep and one between. A mixture of moments has more, or more values.
+            # The writer may have stood still in the middle of a sweep: then that is the state at the moment of the
+            # call, with one border for each thread of the sweep and one between. A mixture of moments has more, or more
+            # values.
             borders = int((values[1:] != values[:-1]).sum())
             assert values.max() - values.min() <= 1 and borders < 2 * torch.get_num_threads(), "a mixture was written"
     finally:
