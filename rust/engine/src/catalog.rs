@@ -64,6 +64,27 @@ pub struct Located {
     pub manifest: Arc<Manifest>,
 }
 
+/// One look at the whole root.
+#[derive(Debug, Default)]
+pub(crate) struct Walk {
+    /// Oldest first, as [`RootStore::list`] says.
+    pub(crate) checkpoints: Vec<Checkpoint>,
+    problems: Vec<Problem>,
+    /// As [`RootStore::highest`] says.
+    pub(crate) highest: (u64, u64),
+}
+
+impl Walk {
+    /// The newest whole checkpoint that relight committed.
+    pub(crate) fn latest(&self) -> Option<&Checkpoint> {
+        self.checkpoints.last().filter(|newest| !newest.is_foreign())
+    }
+
+    fn saw(&mut self, manifest: &Manifest) {
+        self.highest = (self.highest.0.max(manifest.run), self.highest.1.max(manifest.sequence));
+    }
+}
+
 /// One look at a directory of the root.
 enum Look {
     Whole(Arc<Manifest>),
@@ -80,15 +101,7 @@ impl RootStore {
     /// What the disk says of the root itself; InvalidArgument if it is no directory any more. A root that is gone has no
     /// checkpoints.
     pub fn list(&self) -> Result<Vec<Checkpoint>> {
-        let (mut checkpoints, _) = self.look_at_all()?;
-        checkpoints.sort_by(|a, b| (a.key(), &a.tag).cmp(&(b.key(), &b.tag)));
-        let keys: Vec<_> = checkpoints.iter().filter_map(Checkpoint::key).collect();
-        let left_behind = order::left_behind(&keys);
-        let ours = checkpoints.iter_mut().filter(|checkpoint| !checkpoint.is_foreign());
-        for (checkpoint, left_behind) in ours.zip(left_behind) {
-            checkpoint.left_behind = left_behind;
-        }
-        Ok(checkpoints)
+        Ok(self.walk()?.checkpoints)
     }
 
     /// The newest whole checkpoint that relight committed.
@@ -96,7 +109,7 @@ impl RootStore {
     /// # Errors
     /// As [`RootStore::list`].
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
-        Ok(self.list()?.pop().filter(|newest| !newest.is_foreign()))
+        Ok(self.walk()?.latest().cloned())
     }
 
     /// Directories that look like checkpoints of relight but are not whole, and links to nothing; by name.
@@ -104,7 +117,7 @@ impl RootStore {
     /// # Errors
     /// As [`RootStore::list`].
     pub fn problems(&self) -> Result<Vec<Problem>> {
-        Ok(self.look_at_all()?.1)
+        Ok(self.walk()?.problems)
     }
 
     /// The highest run and sequence number that any manifest of the root has, damaged checkpoints included; 0 and 0 in
@@ -113,14 +126,14 @@ impl RootStore {
     /// # Errors
     /// As [`RootStore::list`].
     pub fn highest(&self) -> Result<(u64, u64)> {
-        let mut highest = (0, 0);
+        let mut walk = Walk::default();
         for entry in self.entries()? {
             let paths = TagPaths::new(self.path(), &entry);
             if let Ok(Some(manifest)) = self.manifest(&paths) {
-                highest = (highest.0.max(manifest.run), highest.1.max(manifest.sequence));
+                walk.saw(&manifest);
             }
         }
-        Ok(highest)
+        Ok(walk.highest)
     }
 
     /// The manifest of `tag`, if the checkpoint is whole.
@@ -234,13 +247,13 @@ impl RootStore {
         Error::new(ErrorKind::NotFound, message).at(self.path().join(tag)).of_tag(tag)
     }
 
-    fn look_at_all(&self) -> Result<(Vec<Checkpoint>, Vec<Problem>)> {
-        let mut checkpoints = Vec::new();
-        let mut problems = Vec::new();
+    /// Looks at every tag once: what a commit is followed by needs all of it, and there may be thousands of tags.
+    pub(crate) fn walk(&self) -> Result<Walk> {
+        let mut walk = Walk::default();
         for entry in self.root_entries()? {
             let tag = entry.name;
             if entry.kind == EntryKind::Dangling {
-                problems.push(Problem { tag, reason: "a link to nothing".to_owned() });
+                walk.problems.push(Problem { tag, reason: "a link to nothing".to_owned() });
                 continue;
             }
             if entry.kind != EntryKind::Directory || names::check_tag(&tag).is_err() {
@@ -249,16 +262,31 @@ impl RootStore {
             let path = self.path().join(&tag);
             match self.look(&tag)? {
                 Look::Whole(manifest) => {
-                    checkpoints.push(Checkpoint { tag, path, manifest: Some(manifest), left_behind: false });
+                    walk.saw(&manifest);
+                    walk.checkpoints.push(Checkpoint { tag, path, manifest: Some(manifest), left_behind: false });
                 }
-                Look::Foreign => checkpoints.push(Checkpoint { tag, path, manifest: None, left_behind: false }),
-                Look::Broken(error) => problems.push(Problem { tag, reason: error.message }),
+                Look::Foreign => {
+                    walk.checkpoints.push(Checkpoint { tag, path, manifest: None, left_behind: false });
+                }
+                Look::Broken(error) => {
+                    if let Ok(Some(manifest)) = self.manifest(&TagPaths::new(self.path(), &tag)) {
+                        walk.saw(&manifest);
+                    }
+                    walk.problems.push(Problem { tag, reason: error.message });
+                }
                 Look::Nothing => {}
             }
         }
-        problems.sort_by(|a, b| a.tag.cmp(&b.tag));
-        self.forget_all_but(&checkpoints);
-        Ok((checkpoints, problems))
+        walk.problems.sort_by(|a, b| a.tag.cmp(&b.tag));
+        self.forget_all_but(&walk.checkpoints);
+        walk.checkpoints.sort_by(|a, b| (a.key(), &a.tag).cmp(&(b.key(), &b.tag)));
+        let keys: Vec<_> = walk.checkpoints.iter().filter_map(Checkpoint::key).collect();
+        let left_behind = order::left_behind(&keys);
+        let ours = walk.checkpoints.iter_mut().filter(|checkpoint| !checkpoint.is_foreign());
+        for (checkpoint, left_behind) in ours.zip(left_behind) {
+            checkpoint.left_behind = left_behind;
+        }
+        Ok(walk)
     }
 
     /// Manifests of deleted checkpoints leave the cache: a job that saves for weeks deletes thousands.

@@ -255,11 +255,20 @@ impl Core {
         let warn = |what: &str, error: &Error| {
             self.log_of(Level::Warning, &job.staged, format!("{} is committed, but {what}: {error}", record.tag));
         };
-        if let Err(error) = root.store.update_latest_hint() {
+        let (walk, hint) = match root.store.point_at_latest() {
+            Ok((walk, hint)) => (Ok(walk), hint),
+            Err(error) => (root.store.walk(), Err(error)),
+        };
+        if let Err(error) = hint {
             warn("the file `latest` was not written", &error);
         }
+        let walk = match walk {
+            Ok(walk) => walk,
+            Err(error) => return warn("the root could not be read again, nor older checkpoints be deleted", &error),
+        };
+        root.saw(walk.highest.0, walk.highest.1);
         if let Some(keep) = record.keep {
-            match root.store.retain(keep as usize, &record.tag, &root.pinned()) {
+            match root.store.retain_of(&walk.checkpoints, keep as usize, &record.tag, &root.pinned()) {
                 Ok(retained) => {
                     for (tag, error) in &retained.failed {
                         warn(&format!("the older {tag} was not deleted"), error);
@@ -268,10 +277,6 @@ impl Core {
                 }
                 Err(error) => warn("older checkpoints were not deleted", &error),
             }
-        }
-        match root.store.highest() {
-            Ok((run, sequence)) => root.saw(run, sequence),
-            Err(error) => warn("the root could not be read again", &error),
         }
     }
 

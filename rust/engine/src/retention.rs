@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use relight_format::names;
 
-use crate::catalog::Checkpoint;
+use crate::catalog::{Checkpoint, Walk};
 use crate::cleanup;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TagPaths;
@@ -37,12 +37,23 @@ impl RootStore {
     /// # Errors
     /// InvalidArgument if `keep` is 0; what the disk says of the root. A tag that cannot be deleted is in `failed`.
     pub fn retain(&self, keep: usize, just_committed: &str, pinned: &[String]) -> Result<Retained> {
+        self.retain_of(&self.list()?, keep, just_committed, pinned)
+    }
+
+    /// As `retain`, of a listing that was just made.
+    pub(crate) fn retain_of(
+        &self,
+        listed: &[Checkpoint],
+        keep: usize,
+        just_committed: &str,
+        pinned: &[String],
+    ) -> Result<Retained> {
         if keep == 0 {
             let message = "keep is 0: retention would delete what it has just saved; keep at least 1, or None for all";
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
         let mut retained = Retained::default();
-        for tag in victims(&self.list()?, keep, just_committed, pinned) {
+        for tag in victims(listed, keep, just_committed, pinned) {
             match self.remove(&tag.0, Duration::ZERO, Some(tag.1)) {
                 Ok(true) => retained.deleted.push(tag.0),
                 // replaced or deleted by another process meanwhile
@@ -84,12 +95,17 @@ impl RootStore {
     /// # Errors
     /// What the disk says.
     pub fn update_latest_hint(&self) -> Result<()> {
+        self.point_at_latest()?.1
+    }
+
+    /// As `update_latest_hint`, with what the root has; second: whether the hint could be written.
+    pub(crate) fn point_at_latest(&self) -> Result<(Walk, Result<()>)> {
         self.make_own()?;
+        // Held from the look on, or another process could commit or delete before the hint is written.
         let _root_lock = self.lock("pointing at the latest")?;
-        match self.latest()? {
-            Some(newest) => self.write_hint(&newest.tag),
-            None => Ok(()),
-        }
+        let walk = self.walk()?;
+        let written = walk.latest().map_or(Ok(()), |newest| self.write_hint(&newest.tag));
+        Ok((walk, written))
     }
 
     /// Deletes `tag`; false if there is nothing to delete, or not the commit `sequence` any more.

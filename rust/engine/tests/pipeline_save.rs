@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use pipeline::{Bed, LONG, bytes_of, committed, model, options, plan_of, save, tags};
+use pipeline::{Bed, LONG, bytes_of, committed, model, options, plan_of, save, save_with, tags};
 use relight_engine::ErrorKind;
 use relight_engine::disk::Disk;
 use relight_engine::engine::{Engine, EngineOptions};
@@ -105,6 +105,36 @@ fn a_second_save_to_a_tag_adds_its_files_and_each_tier_says_so() {
     bed.slow.gate().open();
     assert!(committed(&ticket));
     assert_eq!(names(), (1, files, 2, true, vec![Tier::Memory, Tier::Persistent]));
+    assert!(engine.close(LONG, &never).unwrap());
+}
+
+/// Notes the looks at the manifest of one tag.
+#[derive(Debug, Default)]
+struct LooksAtFirst(Mutex<usize>);
+
+impl Hook for LooksAtFirst {
+    fn before(&self, call: &Call) -> Verdict {
+        *self.0.lock().unwrap() += usize::from(call.path.ends_with("global_step1/.relight/manifest.json"));
+        Verdict::Go
+    }
+}
+
+/// There may be thousands of checkpoints, on a storage where each look is a round trip.
+#[test]
+fn a_commit_looks_at_each_older_checkpoint_once() {
+    let bed = Bed::new();
+    let disk = HookedDisk::over(Arc::new(MemoryDisk::new()), LooksAtFirst::default());
+    let engine = Engine::new(options(&bed), Arc::new(disk.clone()), Arc::clone(&bed.clock)).unwrap();
+    let root = engine.open_root(Path::new("/ckpt"), true, true).unwrap();
+    let keep = || BeginOptions { keep: Some(3), ..BeginOptions::default() };
+    for tag in ["global_step1", "global_step2"] {
+        assert!(committed(&save_with(&root, tag, &model(1, 5_000), keep())));
+    }
+    *disk.hook().0.lock().unwrap() = 0;
+    assert!(committed(&save_with(&root, "global_step3", &model(1, 5_000), keep())));
+    assert_eq!(*disk.hook().0.lock().unwrap(), 1);
+    assert!(committed(&save_with(&root, "global_step4", &model(1, 5_000), keep())));
+    assert_eq!(tags(&root), ["global_step2", "global_step3", "global_step4"]);
     assert!(engine.close(LONG, &never).unwrap());
 }
 
