@@ -361,6 +361,7 @@ class Checkpointer:
         Raises:
             CheckpointNotFound: there is no such tag.
             CorruptCheckpoint: it is damaged, or every checkpoint is.
+            CommitConflict: it is saved again all the time, by another process.
             InvalidArgument: an object differs from what was saved.
             ObjectNotAllowed: a file has a type that loading refuses.
         """
@@ -377,7 +378,15 @@ class Checkpointer:
         reader = Reader(self._root)
 
         def restored(source: TagSource) -> tuple[Restore, int]:
-            restore = state.read(source, rank=self._world.rank, world_size=self._world.world_size)
+            if source.checkpoint.foreign:
+                raise InvalidArgument(
+                    f"{source.tag} was not completed by relight (it has no manifest), so it cannot be resumed from; "
+                    "load what you want of it with load(tag, file)",
+                    path=source.checkpoint.path,
+                    tag=source.tag,
+                )
+            with source.held():
+                restore = state.read(source, rank=self._world.rank, world_size=self._world.world_size)
             step = source.checkpoint.step if source.checkpoint.step is not None else restore.step
             if step is None:
                 restore.remarks.append(
@@ -388,16 +397,7 @@ class Checkpointer:
         if tag is None:
             found = reader.newest(loading, restored)
         else:
-            source = reader.one(tag_and_step(tag, None)[0], loading)
-            if source.checkpoint.foreign:
-                raise InvalidArgument(
-                    f"{source.tag} was not completed by relight (it has no manifest), so it cannot be resumed from; "
-                    "load what you want of it with load(tag, file)",
-                    path=source.checkpoint.path,
-                    tag=source.tag,
-                )
-            with reader.pinned(source.tag):
-                found = source, restored(source)
+            found = reader.one(tag_and_step(tag, None)[0], loading, restored)
         if found is None:
             self.resumed = None
             self._root.start_run(None)
@@ -461,9 +461,7 @@ class Checkpointer:
             return source.load(source.only_file() if file is None else file)
 
         if tag is not None:
-            source = reader.one(tag_and_step(tag, None)[0], loading)
-            with reader.pinned(source.tag):
-                return loaded(source)
+            return reader.one(tag_and_step(tag, None)[0], loading, loaded)[1]
         found = reader.newest(loading, loaded)
         if found is None:
             raise CheckpointNotFound(f"there is no complete checkpoint in {self._root.path}", path=self._root.path)

@@ -70,6 +70,7 @@ def test_what_is_staged_is_read_back_from_memory_and_from_disk(engine: _core.Eng
         image = root.open_image("global_step5", "model.pt", tier=tier)
         index = index_of(image, "data/0")
         assert (image.tier, image.stem, image.verify()) == (tier, "model", [])
+        assert (image.length, image.crc32) == (report.bytes, report.crc32)
         assert image.read(index) == expected
         target = bytearray(len(expected))
         image.read_into([(index, 0, memoryview(target)[:1000]), (index, 1000, memoryview(target)[1000:])])
@@ -81,6 +82,7 @@ def test_targets_may_hold_items_of_any_type(engine: _core.Engine, tmp_path: Path
     numbers = array.array("f", range(100))
     _core.save_file(str(tmp_path / "x.pt"), [("data.pkl", b"p"), ("data/0", [numbers])], stem="x")
     image = _core.open_image(str(tmp_path / "x.pt"))
+    assert image.crc32 is None
     target = array.array("f", bytes(400))
     image.read_into([(index_of(image, "data/0"), 0, target)])
     assert target == numbers

@@ -23,6 +23,7 @@ pub(crate) struct Image {
     tier: &'static str,
     path: String,
     length: u64,
+    crc32: Option<u32>,
     stem: String,
 }
 
@@ -32,6 +33,7 @@ impl Image {
             tier: image.tier().word(),
             path: image.path().display().to_string(),
             length: image.len(),
+            crc32: image.record().map(|record| record.crc32),
             stem: image.stem().to_owned(),
             inner: match image.tier() {
                 Tier::Memory => Owned::new(image),
@@ -65,6 +67,12 @@ impl Image {
     #[getter]
     fn length(&self) -> u64 {
         self.length
+    }
+
+    /// Of the archive, as its manifest or seal says; nothing for a file that was opened by its path.
+    #[getter]
+    fn crc32(&self) -> Option<u32> {
+        self.crc32
     }
 
     /// The folder that all entries lie in.
