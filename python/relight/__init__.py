@@ -74,6 +74,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from relight import nebula as nebula
+    from relight.torch.view import View as View
 else:
     # Not for type checkers: to them it would give every misspelt name a type.
     def __getattr__(name: str) -> Any:
@@ -85,4 +86,8 @@ else:
             from importlib import import_module
 
             return import_module("relight.nebula")
+        if name == "View":  # what `open` returns, for annotations; it needs torch
+            from relight.torch.view import View
+
+            return View
         raise AttributeError(f"module 'relight' has no attribute {name!r}")

@@ -40,6 +40,14 @@ relight.save({"a": 1}, "a.pt")
 again = relight.load(Path("a.pt"), allow=[Sampler])
 version: str = relight.__version__
 
+
+def first_row(view: relight.View) -> list[float]:
+    return [float(number) for number in view["w"][0]]
+
+
+with relight.open("a.pt") as opened:
+    row = first_row(opened)
+
 relight.nebula.init("runs")
 nebulaml.init(persistent_storage_path=("runs",), persistent_time_interval=2)
 checkpoint = nebulaml.Checkpoint("global_step1", -2)

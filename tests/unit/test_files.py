@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -239,6 +240,13 @@ def test_open_gives_the_tensors_of_a_file_that_load_refuses(tmp_path: Path) -> N
     with relight.open(path) as view:
         assert view["w"].tolist() == [1, 1]
         assert view.refused == {"args": f"{__name__}.Hidden", "queue.0": f"{__name__}.Hidden"}
+
+
+def test_a_view_does_not_pickle(tmp_path: Path) -> None:
+    """Guards: a worker that gets a view in its arguments, and an error about relight._core.Image."""
+    relight.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    with relight.open(tmp_path / "x.pt") as view, pytest.raises(relight.NotPicklable, match=r"x\.pt.*pass the path"):
+        pickle.dumps(view)
 
 
 def test_names_that_meet_are_kept_apart(tmp_path: Path) -> None:

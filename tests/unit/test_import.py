@@ -28,6 +28,13 @@ def test_import_relight_brings_neither_the_nebula_api_nor_torch_nor_the_engine(t
     assert run(code, cwd=tmp_path) == "[]"
 
 
+def test_view_is_there_to_annotate_with() -> None:
+    """Guards: `def rows(view: relight.View)` failing, and `import relight` bringing torch for it."""
+    code = "import sys, relight; print('torch' in sys.modules, relight.View.__name__, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("False View True", "")
+
+
 def test_an_unknown_name_is_an_attribute_error(tmp_path: Path) -> None:
     code = (
         "import relight; print(hasattr(relight, 'Chekpointer'), hasattr(relight, 'nebula'), bool(relight.__version__))"

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from relight.exceptions import CorruptCheckpoint, InvalidArgument
+from relight.exceptions import CorruptCheckpoint, InvalidArgument, NotPicklable
 from relight.torch import paths, unpickling
 from relight.torch.archive import ImageLike
 from relight.torch.safe_unpickler import Refused
@@ -107,6 +107,12 @@ class View(Mapping[str, torch.Tensor]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> Any:
+        raise NotPicklable(
+            f"the view of {self.path} belongs to its process and cannot be pickled; pass the path instead, and open it "
+            "with relight.open there"
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._image is None else f"{len(self._tensors)} tensors"
