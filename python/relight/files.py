@@ -236,7 +236,8 @@ def _check_pickler(pickle_module: Any, pickle_protocol: Any) -> None:
     """Else the error comes from the midst of pickling, and the state is blamed for it."""
     if not callable(getattr(pickle_module, "Pickler", None)):
         raise InvalidArgument(f"pickle_module={pickle_module!r} has no Pickler; give a module such as pickle or dill")
-    if not isinstance(pickle_protocol, int) or pickle_protocol > pickle.HIGHEST_PROTOCOL:
+    # 0 and 1 are written in opcodes that neither load() nor torch.load reads by default; negative is the highest.
+    if not isinstance(pickle_protocol, int) or pickle_protocol in (0, 1) or pickle_protocol > pickle.HIGHEST_PROTOCOL:
         raise InvalidArgument(
             f"pickle_protocol={pickle_protocol!r} cannot be used; give a number from 2 to {pickle.HIGHEST_PROTOCOL}"
         )

@@ -46,7 +46,9 @@ def test_links_in_a_circle_are_no_trouble_of_the_storage(tmp_path: Path) -> None
             call(tmp_path / "one")
 
 
-@pytest.mark.parametrize("options", [{"pickle_protocol": 6}, {"pickle_protocol": "2"}, {"pickle_module": None}])
+@pytest.mark.parametrize(
+    "options", [*({"pickle_protocol": one} for one in (0, 1, 6, "2")), {"pickle_module": None}], ids=str
+)
 def test_a_wrong_pickler_is_not_blamed_on_the_state(tmp_path: Path, options: dict[str, Any]) -> None:
     for call in (relight.save, relight.save_async):
         with pytest.raises(relight.InvalidArgument, match=next(iter(options))):
@@ -54,7 +56,7 @@ def test_a_wrong_pickler_is_not_blamed_on_the_state(tmp_path: Path, options: dic
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [*range(2, pickle.HIGHEST_PROTOCOL + 1), -1])
 def test_every_protocol_is_read_without_code(tmp_path: Path, protocol: int) -> None:
     relight.save(STATE, tmp_path / "a.pt", pickle_protocol=protocol)
     assert torch.equal(relight.load(tmp_path / "a.pt")["a"], STATE["a"])
