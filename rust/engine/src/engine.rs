@@ -434,7 +434,7 @@ fn target_of(disk: &dyn Disk, path: &Path) -> Result<PathBuf> {
         return Err(Error::new(ErrorKind::InvalidArgument, text).at(path));
     };
     let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
-    let parent = disk.canonical(parent).map_err(|cause| Error::io("save the file", path, cause))?;
+    let parent = disk.canonical(parent).map_err(|cause| Error::create(path, parent, cause))?;
     Ok(parent.join(name))
 }
 

@@ -89,10 +89,11 @@ impl Error {
     pub fn io(what: impl fmt::Display, path: &Path, cause: io::Error) -> Self {
         use io::ErrorKind as K;
         let (kind, way_out) = match cause.kind() {
+            K::NotFound if is_address(path) => (ErrorKind::NotFound, NO_OBJECT_STORES),
             K::NotFound => (ErrorKind::NotFound, "check the path"),
-            K::PermissionDenied | K::ReadOnlyFilesystem => {
-                (ErrorKind::StorageDenied, "give this user write access, or choose another path")
-            }
+            // Of reading as of writing: `what` says which.
+            K::PermissionDenied => (ErrorKind::StorageDenied, "give this user access, or choose another path"),
+            K::ReadOnlyFilesystem => (ErrorKind::StorageDenied, "mount it for writing, or choose another path"),
             K::StorageFull | K::QuotaExceeded | K::FileTooLarge => {
                 (ErrorKind::StorageFull, "free space, lower keep, or choose another path")
             }
@@ -109,6 +110,17 @@ impl Error {
             _ => (ErrorKind::StorageUnavailable, "check the storage, then try again"),
         };
         Self::new(kind, format!("cannot {what}: {cause} ({}); {way_out}", path.display())).at(path).because(cause)
+    }
+
+    /// The directory that `target` shall be written to is not there, said by `cause`; any other error is one of `io`.
+    pub(crate) fn create(target: &Path, directory: &Path, cause: io::Error) -> Self {
+        let name = target.file_name().unwrap_or_default().to_string_lossy();
+        if cause.kind() != io::ErrorKind::NotFound {
+            return Self::io(format!("create {name}"), target, cause);
+        }
+        let way_out = if is_address(target) { NO_OBJECT_STORES } else { "create it first, or choose another path" };
+        let text = format!("cannot create {name}: there is no directory {}; {way_out}", directory.display());
+        Self::new(ErrorKind::NotFound, text).at(target).because(cause)
     }
 
     /// The process may not have `bytes` more of memory.
@@ -150,6 +162,16 @@ impl Error {
         let cause = self.source.as_ref()?.downcast_ref::<io::Error>()?;
         cause.raw_os_error()
     }
+}
+
+const NO_OBJECT_STORES: &str = "object stores are not built yet, give a path of a mounted file system";
+
+/// Whether a path looks like the address of an object store: `s3://bucket/model.pt`, also as `/home/me/s3:/bucket/model.pt`.
+fn is_address(path: &Path) -> bool {
+    path.components().any(|part| {
+        let scheme = part.as_os_str().to_str().and_then(|part| part.strip_suffix(':'));
+        scheme.is_some_and(|scheme| scheme.len() > 1 && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric()))
+    })
 }
 
 impl fmt::Display for Error {

@@ -109,7 +109,7 @@ impl PendingFile {
                 match disk.lock(&lock_path, &format!("pid {}", std::process::id()), Duration::ZERO) {
                     Ok(lock) => held = Some((temp, Slot { lock_path, _lock: lock })),
                     Err(cause) if cause.kind() == io::ErrorKind::WouldBlock => {}
-                    Err(cause) => return Err(Error::io(format!("create {name}"), &target, cause)),
+                    Err(cause) => return Err(Error::create(&target, &directory, cause)),
                 }
             }
         }
@@ -128,9 +128,8 @@ impl PendingFile {
             pid: std::process::id(),
         };
         remove_if_there(disk.as_ref(), &pending.temp)?;
-        let file = disk
-            .create_file(&pending.temp)
-            .map_err(|cause| Error::io(format!("create {name}"), &pending.target, cause))?;
+        let file =
+            disk.create_file(&pending.temp).map_err(|cause| Error::create(&pending.target, &directory, cause))?;
         pending.file = Some(file);
         pending.temp_exists = true;
         Ok(pending)

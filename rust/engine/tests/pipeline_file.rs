@@ -23,6 +23,7 @@ use relight_testkit::{Fault, Op};
 
 const ENOSPC: i32 = 28;
 const EIO: i32 = 5;
+const EACCES: i32 = 13;
 
 fn write(bed: &Bed, path: &str, state: &[(String, Vec<u8>)]) -> Result<()> {
     write_with(bed, path, state, &SaveOptions::default())
@@ -247,6 +248,21 @@ fn a_path_that_cannot_be_a_file_is_refused_before_anything_is_staged() {
         assert!(engine.stage_file(Path::new(path), &plan_of(&state), false, &never).is_err(), "{path}");
         assert!(write(&bed, path, &state).is_err(), "{path}");
     }
+    for (path, said) in [
+        ("/missing/model.pt", "cannot create model.pt: there is no directory /missing; create it first"),
+        ("s3://bucket/model.pt", "there is no directory s3://bucket; object stores are not built yet"),
+        ("/home/me/s3:/bucket/model.pt", "/home/me/s3:/bucket; object stores are not built yet"),
+    ] {
+        let staged = engine.stage_file(Path::new(path), &plan_of(&state), false, &never).map(|_| ());
+        for error in [staged.unwrap_err(), write(&bed, path, &state).unwrap_err()] {
+            assert_eq!(error.kind, ErrorKind::NotFound);
+            assert!(error.message.contains(said), "{path}: {error}");
+        }
+    }
+    let denied = Error::io("open", Path::new("/out/a.pt"), std::io::Error::from_raw_os_error(EACCES));
+    assert!(denied.message.ends_with("(/out/a.pt); give this user access, or choose another path"), "{denied}");
+    let address = Error::io("open", Path::new("s3://bucket/a.pt"), std::io::ErrorKind::NotFound.into());
+    assert!(address.message.contains("object stores are not built yet"), "{address}");
     assert_eq!(engine.memory().used_bytes, 0);
     let posix: Arc<dyn Disk> = Arc::new(PosixDisk);
     let refused = save_file(&posix, &bed.clock, Path::new("/dev/null"), &plan_of(&state), &Default::default(), &never);
