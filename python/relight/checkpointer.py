@@ -35,6 +35,7 @@ from relight.meta import meta_to_json
 from relight.options import OnError, Options, TornCheck, check_keep
 from relight.parts import others_run, part_of, plan_parts, stem_of
 from relight.reading import SINGLE_FILE, Loading, Reader, TagSource
+from relight.reports import joined_error, log_save, untold
 from relight.state import STATE_FILE, Part, Restore, TrainState
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class Checkpointer:
             raise
         stall_s = time.perf_counter() - started
         handle = self._handle(ticket, name, [file for file, _ in snapshots], reports, stall_s)
-        _log_save(handle, reports)
+        log_save(handle, reports)
         self._tell_of_failures(handle)
         if blocking:
             handle.result()
@@ -253,11 +254,11 @@ class Checkpointer:
 
     def _tell_of_failures(self, current: Handle) -> None:
         """An earlier save has failed and this one has done its work: warns, once for each, or raises."""
-        failures = [handle for handle in _take(self._unwarned) if handle is not current]
+        failures = [handle for handle in untold(self._unwarned) if handle is not current]
         if not failures:
             return
         if self._options.on_error == "raise":
-            raise _told(failures)
+            raise joined_error(failures)
         for handle in failures:
             error = handle.error()
             warnings.warn(
@@ -308,9 +309,9 @@ class Checkpointer:
                 path=self._root.path,
                 tag=unfinished[0].tag,
             )
-        failures = _take(self._failed)
+        failures = untold(self._failed)
         if failures:
-            error = _told(failures)
+            error = joined_error(failures)
             if late is not None:
                 error.add_note(f"relight: {late}")
             raise error
@@ -566,49 +567,6 @@ def _drained_tags(report: Iterable[Mapping[str, Any]], root: str) -> Iterable[st
         for tag in region.get("tags", ()):
             if tag["root"] == root and not tag["persisted"]:
                 yield tag["tag"]
-
-
-def _log_save(handle: Handle, reports: Sequence[_core.StageReport]) -> None:
-    rate = handle.bytes / handle.stall_s / 1e9 if handle.stall_s else 0.0
-    waited = sum(report.wait_seconds for report in reports)
-    where = "streamed to storage" if handle.streamed else "in memory"
-    _log.info(
-        "staged %s: %s in %.1f ms (%.2f GB/s), %s%s",
-        handle.what,
-        _bytes(handle.bytes),
-        handle.stall_s * 1e3,
-        rate,
-        where,
-        f"; {waited * 1e3:.1f} ms of it waiting for room in memory" if waited >= 1e-3 else "",
-        extra={"tag": handle.tag, "bytes": handle.bytes, "stall_s": handle.stall_s},
-    )
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable: GiB ends the loop")
-
-
-def _take(queue: deque[Handle]) -> list[Handle]:
-    """Empties the queue; what comes in meanwhile is either taken or left for the next time, never lost."""
-    taken = []
-    while queue:
-        taken.append(queue.popleft())
-    return [handle for handle in taken if not handle.told]
-
-
-def _told(failures: Sequence[Handle]) -> CheckpointError:
-    """The error of the first failure, with those of the others as notes."""
-    errors = [handle.exception(0.0) for handle in failures]
-    first = errors[0]
-    assert first is not None  # a failed persist has an error
-    for handle, error in zip(failures[1:], errors[1:], strict=True):
-        first.add_note(f"relight: {handle.what} failed too: {type(error).__name__}: {error}")
-    return first
 
 
 def _warn_resume(text: str) -> None:

@@ -11,7 +11,7 @@ use relight_engine::image::Tier;
 use relight_engine::share::BeginOptions;
 use relight_engine::wait::never;
 
-const NAME: &str = "memory:/work/run";
+const NAME: &str = "memory:/somewhere/run";
 
 /// Guards: a root that has no directory was queued for a disk, and reported as failed.
 #[test]
@@ -89,7 +89,7 @@ fn after_a_death_only_who_opens_the_same_name_has_them() {
         // Dropped without `close`, as by SIGKILL: the region stays.
     }
     let stranger = bed.engine(options(&bed));
-    let other = stranger.open_root(Path::new("memory:/work/other"), true, true).unwrap();
+    let other = stranger.open_root(Path::new("memory:/somewhere/other"), true, true).unwrap();
     assert!(tags(&other).is_empty());
     assert!(stranger.close(None, &never).unwrap());
     assert_eq!(bed.region_files().len(), 1, "it stays for whoever it belongs to");
