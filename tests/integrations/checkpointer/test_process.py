@@ -378,9 +378,8 @@ def test_bl_091_only_the_owner_saves_when_the_whole_group_is_told_to_end(root: P
                 say("ready")
             if stop:
                 break
-    except RuntimeError:  # torch's own: its workers were told to end too
-        if not stop:
-            raise
+    except RuntimeError:  # torch's own: its workers were told to end too, perhaps before this process was
+        pass
     ckpt.save(2, state)
     say("saved by", "owner" if os.getpid() == owner else "worker")
     sys.exit(143)
