@@ -115,6 +115,13 @@ impl RootState {
         numbers.highest_sequence = numbers.highest_sequence.max(sequence);
     }
 
+    /// Learns of the numbers that others have used on the disk meanwhile.
+    pub(crate) fn look_again(&self) -> Result<()> {
+        let (run, sequence) = self.store.highest()?;
+        self.saw(run, sequence);
+        Ok(())
+    }
+
     /// The run of this process and the next sequence number.
     pub(crate) fn next_numbers(&self) -> (u64, u64) {
         let mut numbers = lock(&self.numbers);

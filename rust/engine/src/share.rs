@@ -138,9 +138,7 @@ impl Share {
         options.check(tag)?;
         if root.is_between_runs() {
             // Others may have saved here since the root was opened. Where it cannot be read now, the persist says so.
-            if let Ok((run, sequence)) = root.store.highest() {
-                root.saw(run, sequence);
-            }
+            let _ = root.look_again();
         }
         root.store.tag(tag)?.refuse_known_case_twin()?;
         let begun = Some(root.begin_tag(tag)?);

@@ -7,7 +7,6 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use relight_format::record::{SlotRecord, Target};
 use relight_io::arena::{Region, RegionView};
@@ -56,16 +55,15 @@ impl Core {
                     format!("waiting until {by} has persisted {}, which a dead process left", pending.name),
                 );
             }
-            // The other process rings no bell of ours: its region is looked at again after each limit.
-            self.wait(Some(POLL.min(limit.max(Duration::from_millis(1)))), interrupt, |_| None::<()>)?;
+            // The other process rings no bell of ours: its region is looked at again after each pause.
+            self.wait(Some(POLL), interrupt, |_| None::<()>)?;
         }
         if said {
             // Or it died over it, and what is left is ours.
             self.drain();
             let root = lock(&self.state).roots.get(place).cloned();
             if let Some(root) = root {
-                let (run, sequence) = root.store.highest()?;
-                root.saw(run, sequence);
+                root.look_again()?;
             }
         }
         Ok(())
